@@ -1,0 +1,234 @@
+"""The codecs' formats: parameters with their ranges, stable wire ids, and sizes as functions of shape and
+dtype.
+
+The table behind ``ir.codec``; knows no spec, no tensor and no code of a codec. Sizes are in bytes and
+integers throughout, so that two machines never disagree by a rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Union
+
+from fusionllm.errors import UserError
+from fusionllm.ir.tensor import DTYPES
+
+Value = Union[int, float, str]  # noqa: UP007  evaluated at run time
+Values = Callable[[str], Value]
+Shape = tuple[int, ...]
+
+#: Kept values share one scale per this many; 0.8 % of an int8 payload.
+VALUES_PER_SCALE = 256
+#: Scales are bfloat16: float32's range (gradients reach 1e-9), and a quantiser needs no more precision.
+SCALE_NUM_BYTES = 2
+VALUE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: its default gives the type; a number has a range, a word has choices."""
+
+    default: Value
+    low: float = 0
+    high: float = 0
+    choices: tuple[Value, ...] = ()
+
+    def read(self, what: str, value: Value) -> Value:
+        """A value of the right type and in range, from text or a number. Raises UserError."""
+        kind = type(self.default)
+        try:
+            read = kind(value)
+        except (ValueError, OverflowError):
+            raise UserError(f"{what}={value!r} is not a valid {kind.__name__}") from None
+        if self.choices:
+            if read not in self.choices:
+                raise UserError(f"{what}={value} is not one of {', '.join(map(str, self.choices))}")
+        elif not (isinstance(read, (int, float)) and self.low <= read <= self.high):
+            raise UserError(f"{what}={value} is outside {self.low:g} .. {self.high:g}")
+        if isinstance(value, float) and value != read:
+            raise UserError(f"{what}={value} must be a whole number")
+        return read
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the planner and the wire must know of a codec."""
+
+    wire_id: int
+    size: Callable[[Values, Shape, str], int]
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    wraps: bool = False
+    lossless: bool = False
+    exact_size: bool = True
+    needs_reference: bool = False
+
+
+def ceil_div(amount: int, unit: int) -> int:
+    return -(-amount // unit)
+
+
+def rows_and_width(shape: Shape) -> tuple[int, int]:
+    """A tensor as rows (tokens) of the last axis (channels); a 0-d tensor is one row of one."""
+    width = shape[-1] if shape else 1
+    return math.prod(shape[:-1]), width
+
+
+def matrix_shape(shape: Shape) -> tuple[int, int]:
+    """A tensor as the matrix that a low-rank codec factors: first axis by all the others."""
+    rows = shape[0] if shape else 1
+    return rows, math.prod(shape[1:])
+
+
+def kept_count(ratio: float, scope: str, shape: Shape) -> int:
+    """Elements that a sparse codec keeps: one in ``ratio``, at least one of a non-empty tensor (or row)."""
+    rows, width = rows_and_width(shape)
+    if scope == "row":
+        return rows * min(width, max(1, round(width / ratio)))
+    numel = rows * width
+    return min(numel, max(1, round(numel / ratio)))
+
+
+def values_num_bytes(count: int, values: str) -> int:
+    """Bytes of ``count`` kept values, with a scale per ``VALUES_PER_SCALE`` for the integer ones."""
+    bits = VALUE_BITS[values]
+    scales = SCALE_NUM_BYTES * ceil_div(count, VALUES_PER_SCALE) if bits <= 8 else 0
+    return scales + ceil_div(count * bits, 8)
+
+
+def rice_num_bytes_at_most(count: int, numel: int, low_bits: int) -> int:
+    """Rice-coded gaps: the gaps sum to at most ``numel - count``, which bounds the unary part."""
+    return ceil_div(count + ((numel - count) >> low_bits), 8) + low_bits * ceil_div(count, 8)
+
+
+def index_num_bytes_at_most(index: str, count: int, numel: int) -> int:
+    """Most bytes that the positions of ``count`` of ``numel`` elements can take."""
+    sizes = {
+        "int32": 4 * count,
+        "bitmap": ceil_div(numel, 8),
+        "rice": min(rice_num_bytes_at_most(count, numel, low_bits) for low_bits in range(25)),
+    }
+    return min(sizes.values()) if index == "auto" else sizes[index]
+
+
+def sparse_expected_num_bytes(value: Values, shape: Shape) -> float:
+    """Expected bytes of ``topk``: the entropy of its mask, 3 % for the code, and the values."""
+    numel = math.prod(shape)
+    count = kept_count(float(value("ratio")), str(value("scope")), shape)
+    if str(value("index")) not in ("auto", "rice") or count in (0, numel):
+        return _topk(value, shape, "")
+    share = count / numel
+    entropy_bits = -numel * (share * math.log2(share) + (1 - share) * math.log2(1 - share))
+    return 2 + 1.03 * entropy_bits / 8 + values_num_bytes(count, str(value("values")))
+
+
+def _identity(value: Values, shape: Shape, dtype: str) -> int:
+    return math.prod(shape) * DTYPES[dtype]
+
+
+def _cast(value: Values, shape: Shape, dtype: str) -> int:
+    return math.prod(shape) * DTYPES[str(value("dtype"))]
+
+
+def _blocks(bits: int) -> Callable[[Values, Shape, str], int]:
+    def size(value: Values, shape: Shape, dtype: str) -> int:
+        numel = math.prod(shape)
+        block = int(value("block")) or max(1, rows_and_width(shape)[1])
+        return SCALE_NUM_BYTES * ceil_div(numel, block) + ceil_div(numel * bits, 8)
+
+    return size
+
+
+def _hadamard(value: Values, shape: Shape, dtype: str) -> int:
+    rows, width = rows_and_width(shape)
+    return 0 if rows * width == 0 else SCALE_NUM_BYTES * rows + ceil_div(rows * width * int(value("bits")), 8)
+
+
+def _outlier(value: Values, shape: Shape, dtype: str) -> int:
+    rows, width = rows_and_width(shape)
+    channels = min(int(value("channels")), width)
+    return 0 if rows * width == 0 else 4 * channels + 2 * channels * rows + _hadamard(value, shape, dtype)
+
+
+def _topk(value: Values, shape: Shape, dtype: str) -> int:
+    numel = math.prod(shape)
+    count = kept_count(float(value("ratio")), str(value("scope")), shape)
+    index = index_num_bytes_at_most(str(value("index")), count, numel)
+    return 2 + index + values_num_bytes(count, str(value("values")))
+
+
+def _topk_paper(value: Values, shape: Shape, dtype: str) -> int:
+    return 12 * kept_count(float(value("ratio")), "tensor", shape)
+
+
+def _same_mask(value: Values, shape: Shape, dtype: str) -> int:
+    return values_num_bytes(
+        kept_count(float(value("ratio")), str(value("scope")), shape), str(value("values"))
+    )
+
+
+def _randomk(value: Values, shape: Shape, dtype: str) -> int:
+    return 8 + values_num_bytes(kept_count(float(value("ratio")), "tensor", shape), str(value("values")))
+
+
+def _powersgd(value: Values, shape: Shape, dtype: str) -> int:
+    rows, width = matrix_shape(shape)
+    return 2 * min(int(value("rank")), rows, width) * (rows + width)
+
+
+def _tangent(value: Values, shape: Shape, dtype: str) -> int:
+    return 4 + 2 * rows_and_width(shape)[0]
+
+
+_RATIO = Parameter(10.0, 1, 1e9)
+_SCOPE = Parameter("tensor", choices=("tensor", "row"))
+_VALUES = Parameter("int8", choices=tuple(VALUE_BITS))
+_BLOCK = Parameter(0, 0, 1 << 20)
+_BITS = Parameter(4, choices=(1, 2, 4, 8))
+
+#: name -> format. A wire id, once given, is never given again.
+FORMATS: dict[str, Format] = {
+    "identity": Format(0, _identity, lossless=True),
+    "cast": Format(1, _cast, {"dtype": Parameter("bfloat16", choices=("float32", "bfloat16", "float16"))}),
+    "int8": Format(2, _blocks(8), {"block": _BLOCK}),
+    "int4": Format(3, _blocks(4), {"block": _BLOCK}),
+    "fp8": Format(4, _blocks(8), {"block": _BLOCK}),
+    "hadamard": Format(5, _hadamard, {"bits": _BITS}),
+    "outlier": Format(6, _outlier, {"channels": Parameter(8, 1, 4096), "bits": _BITS}),
+    "topk": Format(
+        7,
+        _topk,
+        {
+            "ratio": _RATIO,
+            "scope": _SCOPE,
+            "values": _VALUES,
+            "index": Parameter("auto", choices=("auto", "rice", "bitmap", "int32")),
+        },
+        exact_size=False,
+    ),
+    "topk-paper": Format(8, _topk_paper, {"ratio": _RATIO}),
+    "same-mask": Format(
+        9, _same_mask, {"ratio": _RATIO, "scope": _SCOPE, "values": _VALUES}, needs_reference=True
+    ),
+    "randomk": Format(10, _randomk, {"ratio": _RATIO, "values": _VALUES}),
+    "powersgd": Format(11, _powersgd, {"rank": Parameter(4, 1, 4096)}),
+    "ef": Format(12, lambda value, shape, dtype: 0, wraps=True),
+    "zstd": Format(
+        13,
+        lambda value, shape, dtype: 1,
+        {"level": Parameter(1, 1, 19)},
+        wraps=True,
+        lossless=True,
+        exact_size=False,
+    ),
+    "tangent": Format(14, _tangent, wraps=True, needs_reference=True),
+}
+
+
+def format_of(name: str) -> Format:
+    """Raises UserError that lists the known codecs."""
+    found = FORMATS.get(name)
+    if found is None:
+        raise UserError(f"unknown codec {name!r}; known: {', '.join(FORMATS)}")
+    return found
