@@ -1,4 +1,4 @@
-"""Compress: tensors to payloads and back, one file per codec. See ``docs/codecs.md``.
+"""Compress: tensors to payloads and back, one file per family of codecs. See ``docs/codecs.md``.
 
 On the path: compute's Tensor -> **Payload** -> protocol's Frame. Knows torch; knows no socket, plan or model.
 """
@@ -6,9 +6,21 @@ On the path: compute's Tensor -> **Payload** -> protocol's Frame. Knows torch; k
 from __future__ import annotations
 
 from fusionllm.compress.codec import Codec, CodecState, Payload, Reference, payload_num_bytes
-from fusionllm.compress.registry import CODECS, check_num_bytes, decode, dtype_name, encode, init, support
+from fusionllm.compress.distortion import Distortion, measure_distortion
+from fusionllm.compress.envelope import seal, unseal
+from fusionllm.compress.registry import (
+    CODECS,
+    WRAPPERS,
+    check_num_bytes,
+    decode,
+    dtype_name,
+    encode,
+    init,
+    support,
+)
 
 __all__ = [
-    "CODECS", "Codec", "CodecState", "Payload", "Reference", "check_num_bytes", "decode", "dtype_name",
-    "encode", "init", "payload_num_bytes", "support",
+    "CODECS", "WRAPPERS", "Codec", "CodecState", "Distortion", "Payload", "Reference", "check_num_bytes",
+    "decode", "dtype_name", "encode", "init", "measure_distortion", "payload_num_bytes", "seal", "support",
+    "unseal",
 ]  # fmt: skip

@@ -18,6 +18,8 @@ from fusionllm.errors import LocalProtocolError, RemoteProtocolError, UserError
 from fusionllm.ir.codec import CodecSpec
 from fusionllm.ir.tensor import DTYPES
 
+_INNER = "inner."
+
 #: What travels: buffers that a socket can write one after the other without joining them.
 Payload = list[memoryview]
 
@@ -73,6 +75,23 @@ class CodecState:
             raise UserError(f"codec state of {self.spec} needs {want} but the checkpoint has {have}")
         return self.with_tensors({n: t.clone().to(self.tensors[n].device) for n, t in tensors.items()})
 
+    def for_inner(self) -> CodecState:
+        """The state of the codec that a wrapper wraps; its tensors lie under ``inner.`` in the wrapper's."""
+        tensors = {n[len(_INNER) :]: t for n, t in self.tensors.items() if n.startswith(_INNER)}
+        return CodecState(inner_spec(self.spec), self.shape, self.dtype, tensors)
+
+
+def inner_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An inner codec's state tensors under the names they have in the wrapper's state."""
+    return {_INNER + name: tensor for name, tensor in tensors.items()}
+
+
+def inner_spec(spec: CodecSpec) -> CodecSpec:
+    """What a verified wrapper wraps."""
+    if spec.inner is None:
+        raise LocalProtocolError(f"codec {spec} wraps no other")
+    return spec.inner
+
 
 InitFn = Callable[[CodecSpec, tuple[int, ...], str], dict[str, Tensor]]
 EncodeFn = Callable[[Tensor, CodecState, Reference], tuple[Payload, Mapping[str, Tensor]]]
@@ -113,7 +132,7 @@ def to_bytes_view(tensor: Tensor) -> memoryview:
     empty.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def from_bytes_view(data: memoryview, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -131,14 +150,12 @@ def from_bytes_view(data: memoryview, shape: Sequence[int], dtype: torch.dtype) 
 
 
 def require_finite(statistic: Tensor, state: CodecState) -> None:
-    """Refuse to encode NaN or infinity, given a statistic (a maximum, a scale) that any such value
-    poisons.
-    """
+    """Refuse NaN and infinity, by a statistic (a maximum, a scale) that any such value poisons."""
     if not bool(torch.isfinite(statistic).all()):
         raise UserError(
-            f"the tensor {state.dtype}{list(state.shape)} for codec {state.spec} holds NaN or infinity, which "
-            "only identity and cast carry; find its origin (learning rate too high?) or send this message "
-            "with identity"
+            f"the tensor {state.dtype}{list(state.shape)} for codec {state.spec} holds NaN or infinity; "
+            "only identity and cast carry them; find its origin (learning rate too high?) or send this "
+            "message with identity"
         )
 
 

@@ -38,8 +38,9 @@ def _identity_decode(
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` as ``dtype``; finite values beyond its range become its largest, NaN and infinity stay."""
     limit = torch.finfo(dtype).max
-    if torch.finfo(x.dtype).max <= limit:
-        return x.to(dtype)
+    narrow = x.to(dtype)
+    if torch.finfo(x.dtype).max <= limit or not bool(narrow.isinf().any()):
+        return narrow
     return torch.where(x.isfinite(), x.clamp(-limit, limit), x).to(dtype)
 
 

@@ -6,7 +6,7 @@ need not. A new codec is one ``Codec`` and one line in ``CODECS``, beside its li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ from fusionllm.compress.codec import (
     check_tensor,
 )
 from fusionllm.compress.dense import CAST_CODEC, IDENTITY_CODEC
+from fusionllm.compress.feedback import error_feedback
+from fusionllm.compress.lossless import zstandard_over
+from fusionllm.compress.lowrank import POWERSGD_CODEC
+from fusionllm.compress.quantise import FP8_CODEC, INT4_CODEC, INT8_CODEC
+from fusionllm.compress.rotate import HADAMARD_CODEC, OUTLIER_CODEC
+from fusionllm.compress.sparse import RANDOMK_CODEC, SAME_MASK_CODEC, TOPK_CODEC, TOPK_PAPER_CODEC
+from fusionllm.compress.tangent import tangent_over
 from fusionllm.errors import LocalProtocolError, RemoteProtocolError, UserError
 from fusionllm.ir.codec import CodecSpec, verify_codec, wire_num_bytes
 from fusionllm.ir.tensor import FLOATS
@@ -28,6 +35,23 @@ from fusionllm.ir.tensor import FLOATS
 CODECS: dict[str, Codec] = {
     "identity": IDENTITY_CODEC,
     "cast": CAST_CODEC,
+    "int8": INT8_CODEC,
+    "int4": INT4_CODEC,
+    "fp8": FP8_CODEC,
+    "hadamard": HADAMARD_CODEC,
+    "outlier": OUTLIER_CODEC,
+    "topk": TOPK_CODEC,
+    "topk-paper": TOPK_PAPER_CODEC,
+    "same-mask": SAME_MASK_CODEC,
+    "randomk": RANDOMK_CODEC,
+    "powersgd": POWERSGD_CODEC,
+}
+
+#: Codecs made of another one: name -> function from the inner codec to the whole.
+WRAPPERS: dict[str, Callable[[Codec], Codec]] = {
+    "ef": error_feedback,
+    "zstd": zstandard_over,
+    "tangent": tangent_over,
 }
 
 _NO_REFERENCE = Reference()
@@ -35,9 +59,11 @@ _NO_REFERENCE = Reference()
 
 def codec_of(spec: CodecSpec) -> Codec:
     """A codec's code. Raises UserError that lists the known ones."""
+    if spec.inner is not None and spec.name in WRAPPERS:
+        return WRAPPERS[spec.name](codec_of(spec.inner))
     found = CODECS.get(spec.name)
     if found is None:
-        raise UserError(f"codec {spec.name!r} has no code here; known: {', '.join(CODECS)}")
+        raise UserError(f"codec {spec.name!r} has no code here; known: {', '.join([*CODECS, *WRAPPERS])}")
     return found
 
 
@@ -121,9 +147,12 @@ def support(
     Both ends of a link call it on the forward payload and give it to ``encode``/``decode`` of the gradient as
     ``Reference(support=...)``. Raises RemoteProtocolError as ``decode`` does.
     """
-    core, data = spec, _joined(payload)
-    find = codec_of(core).support
-    return None if find is None else find(data, core, tuple(shape))
+    find, data = codec_of(spec).support, _joined(payload)
+    if find is None:
+        return None
+    # No sparse codec's size depends on the dtype of the tensor.
+    check_num_bytes(data.nbytes, spec, shape, "float32")
+    return find(data, spec, tuple(shape))
 
 
 def check_num_bytes(num_bytes: int, spec: CodecSpec, shape: Sequence[int], dtype: str) -> None:

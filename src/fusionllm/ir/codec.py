@@ -8,7 +8,7 @@ Text form: ``name``, ``name:key=value,key=value`` or, for a wrapper, ``name:key=
 
     identity    int8:block=64    topk:ratio=100,values=int8    ef(topk:ratio=100)    zstd(cast:dtype=bfloat16)
 
-A new codec is one line in ``FORMATS`` (its parameters and its size) and one in ``compress.CODECS`` (its code).
+A new codec is one line in ``FORMATS`` (its parameters and size) and one in ``compress.CODECS`` (its code).
 """
 
 from __future__ import annotations
@@ -228,6 +228,8 @@ def adjoint_codec(spec: CodecSpec) -> CodecSpec | None:
     """
     if spec.name in ("identity", "cast"):
         return spec
+    if spec.name == "zstd" and spec.inner is not None:
+        return adjoint_codec(spec.inner)
     if spec.name in ("topk", "topk-paper", "randomk"):
         shared = {
             key: spec.value(key) for key in ("ratio", "scope", "values") if key in spec.format.parameters

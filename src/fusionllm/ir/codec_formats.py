@@ -102,12 +102,20 @@ def rice_num_bytes_at_most(count: int, numel: int, low_bits: int) -> int:
     return ceil_div(count + ((numel - count) >> low_bits), 8) + low_bits * ceil_div(count, 8)
 
 
+def rice_low_bits(count: int, numel: int) -> range:
+    """The numbers of low bits worth trying: the best lies beside log2 of the mean gap."""
+    guess = (numel // max(1, count)).bit_length() - 1
+    return range(max(0, guess - 2), max(0, guess + 1) + 1)
+
+
 def index_num_bytes_at_most(index: str, count: int, numel: int) -> int:
     """Most bytes that the positions of ``count`` of ``numel`` elements can take."""
     sizes = {
         "int32": 4 * count,
         "bitmap": ceil_div(numel, 8),
-        "rice": min(rice_num_bytes_at_most(count, numel, low_bits) for low_bits in range(25)),
+        "rice": min(
+            rice_num_bytes_at_most(count, numel, low_bits) for low_bits in rice_low_bits(count, numel)
+        ),
     }
     return min(sizes.values()) if index == "auto" else sizes[index]
 
@@ -222,7 +230,9 @@ FORMATS: dict[str, Format] = {
         lossless=True,
         exact_size=False,
     ),
-    "tangent": Format(14, _tangent, wraps=True, needs_reference=True),
+    "tangent": Format(
+        14, _tangent, {"centre": Parameter(0, choices=(0, 1))}, wraps=True, needs_reference=True
+    ),
 }
 
 
