@@ -41,7 +41,9 @@ def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     narrow = x.to(dtype)
     if torch.finfo(x.dtype).max <= limit or not bool(narrow.isinf().any()):
         return narrow
-    return torch.where(x.isfinite(), x.clamp(-limit, limit), x).to(dtype)
+    # bfloat16 cannot hold float16's largest value: clamp in a type that can.
+    wide = x.float() if x.dtype == torch.bfloat16 else x
+    return torch.where(wide.isfinite(), wide.clamp(-limit, limit), wide).to(dtype)
 
 
 def _cast_encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload, Mapping[str, Tensor]]:

@@ -111,7 +111,8 @@ def encode(x: Tensor, state: CodecState, *, reference: Reference | None = None) 
     """
     check_tensor(x, state)
     _check_reference(state.spec, state.shape, reference)
-    payload, tensors = codec_of(state.spec).encode(x.detach(), state, reference or _NO_REFERENCE)
+    # Contiguous, so that the same values give the same bytes however they lay in memory.
+    payload, tensors = codec_of(state.spec).encode(x.detach().contiguous(), state, reference or _NO_REFERENCE)
     return payload, state.with_tensors(tensors)
 
 
