@@ -238,7 +238,7 @@ def check_nonfinite(case: CodecCase, value: float) -> None:
 
 
 def check_adjoint(case: CodecCase, x: torch.Tensor, seed: int) -> None:
-    """<decode(encode(x)), y> = <x, adjoint(y)>, where the spec names an adjoint, to the rounding of the values."""
+    """<decode(encode(x)), y> = <x, adjoint(y)> where the spec names an adjoint, to the values' rounding."""
     forward = exact_values(case.spec)
     backward = adjoint_codec(forward)
     if backward is None:

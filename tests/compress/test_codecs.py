@@ -1,0 +1,152 @@
+"""What single codecs promise beyond the kit: the tangent correction, error feedback, outliers, the doors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+
+from fusionllm import compress
+from fusionllm.compress import Reference
+from fusionllm.compress.rotate import group_width, rotation
+from fusionllm.errors import LocalProtocolError, RemoteProtocolError, UserError
+from fusionllm.ir.codec import HEADER_NUM_BYTES, IDENTITY, parse_codec
+
+SHAPE = (6, 32)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def through(text: str, x: torch.Tensor, reference: Reference | None = None) -> torch.Tensor:
+    spec, name = parse_codec(text), compress.dtype_name(x)
+    payload, _ = compress.encode(x, compress.init(spec, x.shape, name), reference=reference)
+    return compress.decode(payload, spec, x.shape, name, reference=reference)
+
+
+def test_identity_is_a_view_and_carries_every_dtype() -> None:
+    x = normal(0)
+    payload, _ = compress.encode(x, compress.init(IDENTITY, x.shape, "float32"))
+    assert np.shares_memory(np.frombuffer(payload[0], np.uint8), x.numpy())
+    for y in (torch.tensor(True), torch.arange(5), torch.zeros(0, 3, dtype=torch.int16), x.bfloat16(), x.t()):
+        assert torch.equal(through("identity", y), y)
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
+    assert through("identity", special).view(torch.int32).tolist() == special.view(torch.int32).tolist()
+
+
+def test_cast_saturates_finite_values_and_keeps_infinity() -> None:
+    x = torch.tensor([1e30, -1e30, float("inf"), 1.0])
+    assert through("cast:dtype=float16", x).tolist() == [65504.0, -65504.0, float("inf"), 1.0]
+
+
+@pytest.mark.parametrize("inner", ["hadamard:bits=2", "topk:ratio=10,scope=row", "int4"])
+def test_tangent_makes_the_radial_part_exact(inner: str) -> None:
+    gradient, activation = normal(0), normal(1)
+    plain = through(inner, gradient)
+    fixed = through(f"tangent({inner})", gradient, Reference(activation))
+    want = (gradient * activation).sum(1)
+    assert ((fixed * activation).sum(1) - want).abs().max() < 2e-3 * want.abs().max()
+    assert ((plain * activation).sum(1) - want).abs().max() > 2e-2 * want.abs().max()
+
+
+def test_tangent_leaves_rows_without_activation_alone() -> None:
+    gradient = normal(0)
+    fixed = through("tangent(int8)", gradient, Reference(torch.zeros(SHAPE)))
+    assert torch.equal(fixed, through("int8", gradient))
+
+
+def test_error_feedback_delivers_everything_in_the_end() -> None:
+    spec, x = parse_codec("ef(topk:ratio=16,values=float32)"), normal(0)
+    state, total = compress.init(spec, SHAPE, "float32"), torch.zeros(SHAPE)
+    for _ in range(200):
+        payload, state = compress.encode(x, state)
+        total += compress.decode(payload, spec, SHAPE, "float32")
+    assert (total / 200 - x).norm() < 0.1 * x.norm()
+    assert torch.allclose(total + state.tensors["residual"], 200 * x, atol=1e-3)
+
+
+def test_powersgd_finds_a_low_rank_matrix() -> None:
+    x = normal(0, 40, 3) @ normal(1, 3, 30)
+    y = through("powersgd:rank=3", x)
+    assert (x - y).norm() < 0.01 * x.norm()
+    assert through("powersgd", torch.zeros(4, 5)).abs().max() == 0
+
+
+def test_outlier_channels_make_four_bits_enough() -> None:
+    x = normal(0, 256, 64)
+    x[:, [3, 40]] *= 100
+    x[:, 17] += 300
+    for_the_rest = [c for c in range(64) if c not in (3, 17, 40)]
+    plain, aside = through("hadamard", x), through("outlier:channels=4", x)
+    error = ((aside - x)[:, for_the_rest].norm() / x[:, for_the_rest].norm()).item()
+    assert error < 0.15 < 1 < ((plain - x)[:, for_the_rest].norm() / x[:, for_the_rest].norm()).item()
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 64, 96, 576, 577, 768, 1000])
+def test_rotations_are_orthogonal_and_never_mix_rows(width: int) -> None:
+    group = group_width(width)
+    assert width % group == 0
+    matrix = rotation(group).double()
+    assert torch.allclose(matrix @ matrix.t(), torch.eye(group, dtype=torch.float64), atol=1e-5)
+    x = normal(0, 4, width)
+    other = torch.cat([x[:3], normal(1, 1, width)])
+    assert torch.equal(through("hadamard", x)[:3], through("hadamard", other)[:3])
+
+
+def test_scales_span_the_range_of_float32() -> None:
+    for scale in (1e-30, 1e-9, 1.0, 1e30):
+        x = normal(0) * scale
+        assert (through("int8", x) - x).abs().max() <= x.abs().max() * 0.005
+
+
+def test_a_bomb_is_refused_before_it_grows() -> None:
+    spec = parse_codec("zstd")
+    bomb = b"\1" + zstandard.ZstdCompressor(level=19).compress(b"\0" * 10_000_000)
+    assert len(bomb) < 4 * 6 * 32
+    with pytest.raises(RemoteProtocolError, match="declares 10000000 bytes"):
+        compress.decode(bomb, spec, SHAPE, "float32")
+
+
+def test_the_doors_say_what_is_wrong() -> None:
+    with pytest.raises(UserError, match="takes floats, not int64"):
+        compress.init(parse_codec("int8"), SHAPE, "int64")
+    with pytest.raises(LocalProtocolError, match="set up for float32"):
+        compress.encode(normal(0, 3), compress.init(IDENTITY, SHAPE, "float32"))
+    with pytest.raises(LocalProtocolError, match="needs the forward"):
+        through("tangent(int8)", normal(0))
+    with pytest.raises(LocalProtocolError, match="needs the forward payload's 19 positions"):
+        through("same-mask", normal(0), Reference(support=torch.arange(3)))
+    with pytest.raises(RemoteProtocolError, match="takes exactly 768"):
+        compress.decode(b"abc", IDENTITY, SHAPE, "float32")
+    with pytest.raises(UserError, match="codec state of"):
+        compress.init(parse_codec("ef(int8)"), SHAPE, "float32").load_state_dict({})
+    with pytest.raises(UserError, match="cannot travel"):
+        compress.dtype_name(torch.zeros(1, dtype=torch.complex64))
+
+
+def test_envelope_names_the_codec_of_each_message() -> None:
+    x, seen = normal(0), []
+    allowed = [IDENTITY, parse_codec("int8"), parse_codec("int8:block=64"), parse_codec("topk:ratio=5")]
+    for spec in allowed:
+        payload, _ = compress.encode(x, compress.init(spec, SHAPE, "float32"))
+        sealed = b"".join(compress.seal(spec, payload))
+        assert len(sealed) == HEADER_NUM_BYTES + compress.payload_num_bytes(payload)
+        found, body = compress.unseal(sealed, allowed)
+        compress.decode(body, found, SHAPE, "float32")
+        seen.append(found)
+        with pytest.raises(RemoteProtocolError, match="this link allows"):
+            compress.unseal(sealed, [s for s in allowed if s != spec])
+    assert seen == allowed
+    with pytest.raises(RemoteProtocolError, match="are no payload"):
+        compress.unseal(b"FC", allowed)
+
+
+def test_distortion() -> None:
+    x = normal(0)
+    exact = compress.measure_distortion(x, x, 768)
+    assert (exact.nmse, exact.true_ratio) == (0, 1) and exact.cosine == pytest.approx(1)
+    nothing = compress.measure_distortion(x, torch.zeros(SHAPE), 384)
+    assert (nothing.nmse, nothing.cosine, nothing.true_ratio) == (1, 0, 2)
+    assert compress.measure_distortion(torch.zeros(2), torch.zeros(2), 8).cosine == 1
