@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fusionllm.compress.positions import decode_positions, encode_positions
+from fusionllm.compress.positions import check_positions, decode_positions, encode_positions
 from fusionllm.compress.select import largest, largest_per_row
 from fusionllm.compress.sparse import stratified
 from fusionllm.errors import RemoteProtocolError
@@ -46,6 +46,14 @@ def test_any_bytes_are_positions_or_refused(
         return
     assert back.size == positions.size
     assert not back.size or (back[0] >= 0 and back[-1] < numel and bool((np.diff(back) > 0).all()))
+
+
+def test_positions_whose_difference_wraps_are_refused() -> None:
+    wild = np.array([2**62, -(2**62) - 1, 3], np.int64)
+    with pytest.raises(RemoteProtocolError, match="strictly increasing"):
+        check_positions(wild, 3, 10)
+    with pytest.raises(RemoteProtocolError, match="strictly increasing"):
+        check_positions(np.array([0, 2**63 - 1, -(2**63) + 5], np.int64), 3, 10)
 
 
 def test_rice_is_within_three_percent_of_the_entropy() -> None:

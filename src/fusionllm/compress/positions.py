@@ -63,7 +63,9 @@ def check_positions(positions: Positions, count: int, numel: int) -> Positions:
     """Refuse positions that are not ``count`` strictly increasing numbers in [0, numel)."""
     if positions.size != count:
         raise RemoteProtocolError(f"{positions.size} positions came where {count} were due")
-    if count and (positions[0] < 0 or positions[-1] >= numel or not bool((np.diff(positions) > 0).all())):
+    # Compared, not subtracted: a difference of hostile numbers may wrap around.
+    rising = bool((positions[1:] > positions[:-1]).all())
+    if count and (positions[0] < 0 or positions[-1] >= numel or not rising):
         raise RemoteProtocolError(f"positions are not strictly increasing within [0, {numel})")
     return positions
 
