@@ -150,3 +150,52 @@ def test_distortion() -> None:
     nothing = compress.measure_distortion(x, torch.zeros(SHAPE), 384)
     assert (nothing.nmse, nothing.cosine, nothing.true_ratio) == (1, 0, 2)
     assert compress.measure_distortion(torch.zeros(2), torch.zeros(2), 8).cosine == 1
+
+
+def test_klt_sends_its_basis_now_and_then_and_the_receiver_remembers() -> None:
+    spec, shape = parse_codec("klt:rate=1,refresh=8"), (128, 24)
+    mixing = normal(9, 4, 24)
+    state, memory, sizes = compress.init(spec, shape, "float32"), {}, []
+    for seed in range(9):
+        x = normal(seed, 128, 4) @ mixing
+        payload, state = compress.encode(x, state)
+        memory = compress.remember(payload, spec, shape, "float32", memory)
+        y = compress.decode(payload, spec, shape, "float32", reference=Reference(memory=memory))
+        sizes.append(compress.payload_num_bytes(payload))
+        assert (x - y).norm() < 0.12 * x.norm()
+    plain = 5 + 2 * 128 + 128 * 24 // 8
+    assert [size > plain for size in sizes] == [i in (0, 1, 2, 5, 8) for i in range(9)]
+    assert min(sizes) == plain
+
+
+def test_klt_refuses_a_basis_it_does_not_hold() -> None:
+    spec, shape = parse_codec("klt"), (16, 8)
+    state = compress.init(spec, shape, "float32")
+    memories = [{}]
+    for seed in range(4):
+        payload, state = compress.encode(normal(seed, *shape), state)
+        if seed < 3:
+            memories.append(compress.remember(payload, spec, shape, "float32", memories[-1]))
+    compress.decode(payload, spec, shape, "float32", reference=Reference(memory=memories[3]))
+    for memory in memories[:3]:
+        with pytest.raises(RemoteProtocolError, match="coded in basis 3, but this side holds"):
+            compress.decode(payload, spec, shape, "float32", reference=Reference(memory=memory))
+    with pytest.raises(UserError, match="ef cannot wrap"):
+        compress.init(parse_codec("ef(klt)"), shape, "float32")
+
+
+@pytest.mark.parametrize("lossy", ["hadamard:bits=2", "topk:ratio=10,scope=row"])
+def test_the_tangent_keeps_a_scale_invariant_loss_from_drifting(lossy: str) -> None:
+    """Descend on f(h / |h|) with a lossy gradient: the norm drifts unless the radial part is exact."""
+    norms = {}
+    for text in (lossy, f"tangent({lossy})"):
+        h, target = normal(0, 8, 64), normal(1, 8, 64)
+        for _ in range(60):
+            h.requires_grad_(True)
+            loss = -(h / h.norm(dim=1, keepdim=True) * target).sum()
+            (gradient,) = torch.autograd.grad(loss, h)
+            h = h.detach()
+            h = h - 0.5 * through(text, gradient, Reference(h))
+        norms[text] = (h.norm() / normal(0, 8, 64).norm()).item()
+    plain, fixed = norms.values()
+    assert abs(fixed - 1) < abs(plain - 1)

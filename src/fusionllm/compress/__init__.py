@@ -16,11 +16,12 @@ from fusionllm.compress.registry import (
     dtype_name,
     encode,
     init,
+    remember,
     support,
 )
 
 __all__ = [
     "CODECS", "WRAPPERS", "Codec", "CodecState", "Distortion", "Payload", "Reference", "check_num_bytes",
-    "decode", "dtype_name", "encode", "init", "measure_distortion", "payload_num_bytes", "seal", "support",
-    "unseal",
+    "decode", "dtype_name", "encode", "init", "measure_distortion", "payload_num_bytes", "remember", "seal",
+    "support", "unseal",
 ]  # fmt: skip

@@ -33,13 +33,14 @@ class Reference:
 
     Attributes:
         activation: the forward tensor, same shape as the gradient: at the gradient's sender the decoded one,
-        at its
-            receiver the original.
+            at its receiver the original.
         support: flat positions the forward codec kept, int64, strictly increasing.
+        memory: what the receiver remembers of this link's earlier messages, from ``compress.remember``.
     """
 
     activation: Tensor | None = None
     support: Tensor | None = None
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,7 @@ class CodecState:
         return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> CodecState:
-        """This state with stored tensors. Raises UserError when names, shapes or dtypes are another
-        codec's.
-        """
+        """This state with stored tensors. Raises UserError when they are another codec's."""
         want = {name: (tuple(t.shape), t.dtype) for name, t in self.tensors.items()}
         have = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
         if want != have:
@@ -97,6 +96,8 @@ InitFn = Callable[[CodecSpec, tuple[int, ...], str], dict[str, Tensor]]
 EncodeFn = Callable[[Tensor, CodecState, Reference], tuple[Payload, Mapping[str, Tensor]]]
 DecodeFn = Callable[[memoryview, CodecSpec, tuple[int, ...], str, Reference], Tensor]
 SupportFn = Callable[[memoryview, CodecSpec, tuple[int, ...]], Tensor]
+Memory = Mapping[str, Tensor]
+RememberFn = Callable[[memoryview, CodecSpec, tuple[int, ...], str, Memory], Memory]
 
 
 def no_state(spec: CodecSpec, shape: tuple[int, ...], dtype: str) -> dict[str, Tensor]:
@@ -115,12 +116,15 @@ class Codec:
             checked against the spec's size, everything else in it is hostile.
         init: (spec, shape, dtype) -> state tensors.
         support: payload -> flat kept positions; None for a codec that keeps every position.
+        remember: (payload, spec, shape, dtype, memory) -> the receiver's memory after it; None where each
+            payload stands alone.
     """
 
     encode: EncodeFn
     decode: DecodeFn
     init: InitFn = no_state
     support: SupportFn | None = None
+    remember: RememberFn | None = None
 
 
 def payload_num_bytes(payload: Sequence[memoryview]) -> int:
@@ -128,17 +132,13 @@ def payload_num_bytes(payload: Sequence[memoryview]) -> int:
 
 
 def to_bytes_view(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, without a copy where it lies contiguous on the CPU. Works for bfloat16, bool, 0-d,
-    empty.
-    """
+    """A tensor's bytes, without a copy where it lies contiguous on the CPU. bfloat16, 0-d, empty too."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def from_bytes_view(data: memoryview, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The inverse: an own, writable copy of shape ``shape``. Raises RemoteProtocolError when lengths
-    differ.
-    """
+    """The inverse: an own, writable copy. Raises RemoteProtocolError for another length."""
     expected = math.prod(shape) * dtype.itemsize
     if data.nbytes != expected:
         raise RemoteProtocolError(

@@ -28,8 +28,7 @@ class Distortion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def measure_distortion(true: Tensor, decoded: Tensor, num_bytes: int) -> Distortion:
     """Compare a tensor with its decoded form, same shape; ``num_bytes`` is what travelled.
 
-    Two zero tensors are equal: error 0, cosine 1. A zero true tensor with a decoded one that is not has error
-    inf.
+    Two zero tensors are equal: error 0, cosine 1. A zero tensor decoded as another has error inf.
     """
     a, b = true.reshape(-1).double().cpu(), decoded.reshape(-1).double().cpu()
     power, other = float(a.square().sum()), float(b.square().sum())

@@ -60,7 +60,7 @@ def unseal(data: bytes | bytearray | memoryview, specs: Iterable[CodecSpec]) -> 
 
     Raises:
         RemoteProtocolError: no envelope, another version, a codec not among ``specs``, a wrong length or
-        checksum.
+            checksum.
     """
     view = memoryview(data).cast("B")
     if view.nbytes < HEADER_NUM_BYTES:

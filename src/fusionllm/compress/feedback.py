@@ -24,11 +24,17 @@ from fusionllm.compress.codec import (
     inner_tensors,
 )
 from fusionllm.compress.dense import saturating_cast
+from fusionllm.errors import UserError
 from fusionllm.ir.codec import CodecSpec
 
 
 def error_feedback(inner: Codec) -> Codec:
-    """Wrap a codec. Raises nothing of its own; ``encode`` costs one decode more."""
+    """Wrap a codec; ``encode`` costs one decode more.
+
+    Raises UserError for a codec whose payloads lean on others.
+    """
+    if inner.remember is not None:
+        raise UserError("ef cannot wrap a codec whose payloads need a memory of earlier ones, as klt's do")
 
     def init(spec: CodecSpec, shape: tuple[int, ...], dtype: str) -> dict[str, Tensor]:
         residual = torch.zeros(shape, dtype=torch.float32)

@@ -82,12 +82,20 @@ def zstandard_over(inner: Codec) -> Codec:
     ) -> Tensor:
         return inner.decode(unwrap(payload, spec, shape, dtype), inner_spec(spec), shape, dtype, reference)
 
-    if inner.support is None:
-        return Codec(encode, decode, init)
-    find = inner.support
+    def support(payload: memoryview, spec: CodecSpec, shape: tuple[int, ...]) -> Tensor:
+        assert inner.support is not None
+        return inner.support(unwrap(payload, spec, shape, "float32"), inner_spec(spec), shape)
+
+    def remember(
+        payload: memoryview, spec: CodecSpec, shape: tuple[int, ...], dtype: str, memory: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        assert inner.remember is not None
+        return inner.remember(unwrap(payload, spec, shape, dtype), inner_spec(spec), shape, dtype, memory)
+
     return Codec(
         encode,
         decode,
         init,
-        lambda payload, spec, shape: find(unwrap(payload, spec, shape, "float32"), inner_spec(spec), shape),
+        support=None if inner.support is None else support,
+        remember=None if inner.remember is None else remember,
     )

@@ -51,7 +51,8 @@ def ceil_bfloat16(x: Tensor) -> Tensor:
 def row_rms(rows: Tensor, peak: Tensor) -> Tensor:
     """Root mean square of each row, safe from over- and underflow. ``peak``: the row's largest magnitude."""
     if peak.numel() and bool((peak.max() < 1e15) & (peak.min() > 1e-15)):
-        return torch.linalg.vector_norm(rows, dim=1) / math.sqrt(rows.shape[1])
+        length: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return length / math.sqrt(rows.shape[1])
     safe = torch.where(peak > 0, peak, torch.ones_like(peak))
     return peak * (rows / safe[:, None]).square().mean(1).sqrt()
 

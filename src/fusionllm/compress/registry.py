@@ -6,7 +6,7 @@ need not. A new codec is one ``Codec`` and one line in ``CODECS``, beside its li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fusionllm.compress.codec import (
 )
 from fusionllm.compress.dense import CAST_CODEC, IDENTITY_CODEC
 from fusionllm.compress.feedback import error_feedback
+from fusionllm.compress.klt import KLT_CODEC
 from fusionllm.compress.lossless import zstandard_over
 from fusionllm.compress.lowrank import POWERSGD_CODEC
 from fusionllm.compress.quantise import FP8_CODEC, INT4_CODEC, INT8_CODEC
@@ -45,6 +46,7 @@ CODECS: dict[str, Codec] = {
     "same-mask": SAME_MASK_CODEC,
     "randomk": RANDOMK_CODEC,
     "powersgd": POWERSGD_CODEC,
+    "klt": KLT_CODEC,
 }
 
 #: Codecs made of another one: name -> function from the inner codec to the whole.
@@ -96,14 +98,13 @@ def encode(x: Tensor, state: CodecState, *, reference: Reference | None = None) 
 
     Args:
         x: tensor of ``state.shape`` and ``state.dtype`` on any device; never changed. An identity payload is
-        a view
-            of its memory: write the payload before changing the tensor.
+            a view of its memory: write the payload before changing the tensor.
         state: from ``init`` or the last ``encode``.
         reference: what is held of the forward message, for the gradient codecs that need it.
 
     Returns:
         Buffers of exactly ``wire_num_bytes`` in all (at most, where the size depends on the data), and the
-        new state.
+            new state.
 
     Raises:
         UserError: NaN or infinity in front of a codec that cannot carry them.
@@ -125,12 +126,10 @@ def decode(
     *,
     reference: Reference | None = None,
 ) -> Tensor:
-    """Payload -> tensor of ``shape`` and ``dtype`` on the CPU. Allocates in proportion to ``shape``,
-    whatever comes.
+    """Payload -> tensor of ``shape`` and ``dtype`` on the CPU; allocates by ``shape``, whatever comes.
 
     Raises:
-        RemoteProtocolError: the payload is not one that ``spec`` could have made; close the wire to that
-        peer.
+        RemoteProtocolError: the payload is not one that ``spec`` could have made; close the wire.
         LocalProtocolError: a reference missing.
     """
     data = _joined(payload)
@@ -154,6 +153,26 @@ def support(
     # No sparse codec's size depends on the dtype of the tensor.
     check_num_bytes(data.nbytes, spec, shape, "float32")
     return find(data, spec, tuple(shape))
+
+
+@torch.no_grad()
+def remember(
+    payload: bytes | bytearray | memoryview | Payload,
+    spec: CodecSpec,
+    shape: Sequence[int],
+    dtype: str,
+    memory: Mapping[str, Tensor],
+) -> Mapping[str, Tensor]:
+    """The receiver's memory of a link after a payload; ``{}`` before the first. Belongs in the checkpoint.
+
+    Needed for ``klt``, whose basis travels with some messages only; other codecs give the memory back. Call
+    it before ``decode`` and pass ``Reference(memory=...)``. Raises RemoteProtocolError as ``decode`` does.
+    """
+    keep, data = codec_of(spec).remember, _joined(payload)
+    if keep is None:
+        return memory
+    check_num_bytes(data.nbytes, spec, shape, dtype)
+    return keep(data, spec, tuple(shape), dtype, memory)
 
 
 def check_num_bytes(num_bytes: int, spec: CodecSpec, shape: Sequence[int], dtype: str) -> None:

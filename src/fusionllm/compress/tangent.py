@@ -90,4 +90,13 @@ def tangent_over(inner: Codec) -> Codec:
         activation = _activation_rows(spec, shape, reference).cpu()
         return saturating_cast(corrected(rows, activation, share * peak).view(shape), TORCH_DTYPES[dtype])
 
-    return Codec(encode, decode, init)
+    if inner.remember is None:
+        return Codec(encode, decode, init)
+    keep = inner.remember
+
+    def remember(
+        payload: memoryview, spec: CodecSpec, shape: tuple[int, ...], dtype: str, memory: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        return keep(payload[4 + 2 * rows_and_width(shape)[0] :], inner_spec(spec), shape, dtype, memory)
+
+    return Codec(encode, decode, init, remember=remember)

@@ -21,7 +21,7 @@ from typing import Union
 import msgspec
 
 from fusionllm.errors import UserError
-from fusionllm.ir.codec_formats import FORMATS, Format, Value, format_of, sparse_expected_num_bytes
+from fusionllm.ir.codec_formats import FORMATS, Format, Value, format_of
 from fusionllm.ir.tensor import DTYPES, FLOATS
 
 #: Bytes that ``compress.envelope`` puts before a payload: magic, version, id, fingerprint, length, checksum.
@@ -50,9 +50,7 @@ class CodecSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return format_of(self.name)
 
     def value(self, key: str) -> Value:
-        """A parameter, or its default. Raises KeyError for one this codec does not have: a bug of the
-        caller.
-        """
+        """A parameter, or its default. Raises KeyError for one this codec has not: our bug."""
         for known, value in self.parameters:
             if known == key:
                 return value
@@ -122,9 +120,7 @@ def codec_spec(
 
 
 def parse_codec(text: str) -> CodecSpec:
-    """Read the text form; ``str`` writes it back. Raises UserError that says what is wrong and what is
-    known.
-    """
+    """Read the text form; ``str`` writes it back. Raises UserError that says what is wrong."""
     if len(text) > _MAX_TEXT_CHARS:
         raise UserError(f"codec text of {len(text)} characters; the limit is {_MAX_TEXT_CHARS}")
     return _parse(text.strip(), 1)
@@ -192,17 +188,13 @@ def wire_num_bytes(spec: CodecSpec, shape: Sequence[int], dtype: str) -> int:
 
 
 def expected_num_bytes(spec: CodecSpec, shape: Sequence[int], dtype: str) -> float:
-    """What the planner should count: exact where the size is, the entropy of the indices where they are
-    coded.
-    """
+    """What the planner should count: exact where the size is, the average where it is bounded."""
     bound = wire_num_bytes(spec, shape, dtype)
     core = spec.core
-    if core.name != "topk":
+    if core.format.expected is None:
         return bound
-    saved = core.format.size(core.value, tuple(shape), dtype) - sparse_expected_num_bytes(
-        core.value, tuple(shape)
-    )
-    return bound - max(0.0, saved)
+    most = core.format.size(core.value, tuple(shape), dtype)
+    return bound - max(0.0, most - core.format.expected(core.value, tuple(shape)))
 
 
 def fit_codec(spec: CodecSpec, shape: Sequence[int], dtype: str) -> CodecSpec:
@@ -219,8 +211,7 @@ def fit_codec(spec: CodecSpec, shape: Sequence[int], dtype: str) -> CodecSpec:
 
 
 def adjoint_codec(spec: CodecSpec) -> CodecSpec | None:
-    """The gradient's codec that makes the backward the exact adjoint of ``spec``, or None where there is
-    none.
+    """The gradient's codec that makes the backward the exact adjoint of ``spec``, or None.
 
     Top-K and random-k project onto a mask, so the gradient travels on that same mask without indices;
     identity is its own adjoint and so, up to rounding, is a cast. Quantisers are straight-through: choose

@@ -54,7 +54,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Format:
-    """What the planner and the wire must know of a codec."""
+    """What the planner and the wire must know of a codec.
+
+    Attributes:
+        wire_id: its number in the envelope. size: bytes of a payload, exact or (``exact_size`` False) the
+        most; a wrapper's own bytes, without the inner. parameters: in the order of the text form. wraps: it
+        is made of another codec. lossless: it loses nothing itself. needs_reference: its gradient leans on
+        the forward message. expected: bytes to count on average, where ``size`` is only a bound.
+    """
 
     wire_id: int
     size: Callable[[Values, Shape, str], int]
@@ -63,6 +70,7 @@ class Format:
     lossless: bool = False
     exact_size: bool = True
     needs_reference: bool = False
+    expected: Callable[[Values, Shape], float] | None = None
 
 
 def ceil_div(amount: int, unit: int) -> int:
@@ -189,6 +197,29 @@ def _tangent(value: Values, shape: Shape, dtype: str) -> int:
     return 4 + 2 * rows_and_width(shape)[0]
 
 
+def klt_bits_per_row(rate: float, width: int) -> int:
+    """Bits that the transform codec spends on each row."""
+    return min(8 * width, max(1, round(rate * width)))
+
+
+def _klt_parts(value: Values, shape: Shape) -> tuple[int, int]:
+    """Bytes of a message, and of the basis that some messages carry besides."""
+    rows, width = rows_and_width(shape)
+    if rows * width == 0:
+        return 0, 0
+    bits = klt_bits_per_row(float(value("rate")), width)
+    return 5 + 2 * rows + ceil_div(rows * bits, 8), 3 * width + 2 * width * min(width, bits)
+
+
+def _klt(value: Values, shape: Shape, dtype: str) -> int:
+    return sum(_klt_parts(value, shape))
+
+
+def _klt_expected(value: Values, shape: Shape) -> float:
+    message, basis = _klt_parts(value, shape)
+    return message + basis / int(value("refresh"))
+
+
 _RATIO = Parameter(10.0, 1, 1e9)
 _SCOPE = Parameter("tensor", choices=("tensor", "row"))
 _VALUES = Parameter("int8", choices=tuple(VALUE_BITS))
@@ -214,6 +245,7 @@ FORMATS: dict[str, Format] = {
             "index": Parameter("auto", choices=("auto", "rice", "bitmap", "int32")),
         },
         exact_size=False,
+        expected=sparse_expected_num_bytes,
     ),
     "topk-paper": Format(8, _topk_paper, {"ratio": _RATIO}),
     "same-mask": Format(
@@ -232,6 +264,13 @@ FORMATS: dict[str, Format] = {
     ),
     "tangent": Format(
         14, _tangent, {"centre": Parameter(0, choices=(0, 1))}, wraps=True, needs_reference=True
+    ),
+    "klt": Format(
+        15,
+        _klt,
+        {"rate": Parameter(1.0, 0.01, 8), "refresh": Parameter(20, 1, 1 << 20)},
+        exact_size=False,
+        expected=_klt_expected,
     ),
 }
 
