@@ -143,6 +143,18 @@ def test_envelope_names_the_codec_of_each_message() -> None:
         compress.unseal(b"FC", allowed)
 
 
+def test_a_message_with_infinity_can_travel_dense() -> None:
+    spec = parse_codec("ef(int8)")
+    state = compress.init(spec, SHAPE, "float32")
+    used, _, state = compress.encode_or_dense(normal(0), state)
+    assert used == spec
+    bad = normal(1)
+    bad[2, 3] = float("inf")
+    used, payload, after = compress.encode_or_dense(bad, state)
+    assert used == IDENTITY and after is state
+    assert torch.equal(compress.decode(payload, used, SHAPE, "float32"), bad)
+
+
 def test_distortion() -> None:
     x = normal(0)
     exact = compress.measure_distortion(x, x, 768)
@@ -199,3 +211,12 @@ def test_the_tangent_keeps_a_scale_invariant_loss_from_drifting(lossy: str) -> N
         norms[text] = (h.norm() / normal(0, 8, 64).norm()).item()
     plain, fixed = norms.values()
     assert abs(fixed - 1) < abs(plain - 1)
+
+
+@pytest.mark.parametrize("text", ["identity", "klt", "tangent(same-mask:ratio=4,scope=row)", "ef(int8)"])
+def test_speed_is_a_line_through_two_sizes(text: str) -> None:
+    ticks = iter(range(10**6))
+    speed = compress.measure_speed(parse_codec(text), repeats=2, clock=lambda: float(next(ticks)))
+    # Every interval of this clock is one second, whatever the size: all of it is overhead.
+    assert (speed.encode_s_per_element, speed.decode_s_per_element, speed.overhead_s) == (0, 0, 1)
+    assert speed.encode_s(1000) == speed.decode_s(10) == 1

@@ -5,6 +5,7 @@ On the path: compute's Tensor -> **Payload** -> protocol's Frame. Knows torch; k
 
 from __future__ import annotations
 
+from fusionllm.compress.calibrate import measure_speed
 from fusionllm.compress.codec import Codec, CodecState, Payload, Reference, payload_num_bytes
 from fusionllm.compress.distortion import Distortion, measure_distortion
 from fusionllm.compress.envelope import seal, unseal
@@ -15,6 +16,7 @@ from fusionllm.compress.registry import (
     decode,
     dtype_name,
     encode,
+    encode_or_dense,
     init,
     remember,
     support,
@@ -22,6 +24,6 @@ from fusionllm.compress.registry import (
 
 __all__ = [
     "CODECS", "WRAPPERS", "Codec", "CodecState", "Distortion", "Payload", "Reference", "check_num_bytes",
-    "decode", "dtype_name", "encode", "init", "measure_distortion", "payload_num_bytes", "remember", "seal",
-    "support", "unseal",
+    "decode", "dtype_name", "encode", "encode_or_dense", "init", "measure_distortion", "measure_speed",
+    "payload_num_bytes", "remember", "seal", "support", "unseal",
 ]  # fmt: skip

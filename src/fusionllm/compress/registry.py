@@ -30,7 +30,7 @@ from fusionllm.compress.rotate import HADAMARD_CODEC, OUTLIER_CODEC
 from fusionllm.compress.sparse import RANDOMK_CODEC, SAME_MASK_CODEC, TOPK_CODEC, TOPK_PAPER_CODEC
 from fusionllm.compress.tangent import tangent_over
 from fusionllm.errors import LocalProtocolError, RemoteProtocolError, UserError
-from fusionllm.ir.codec import CodecSpec, verify_codec, wire_num_bytes
+from fusionllm.ir.codec import IDENTITY, CodecSpec, verify_codec, wire_num_bytes
 from fusionllm.ir.tensor import FLOATS
 
 CODECS: dict[str, Codec] = {
@@ -115,6 +115,21 @@ def encode(x: Tensor, state: CodecState, *, reference: Reference | None = None) 
     # Contiguous, so that the same values give the same bytes however they lay in memory.
     payload, tensors = codec_of(state.spec).encode(x.detach().contiguous(), state, reference or _NO_REFERENCE)
     return payload, state.with_tensors(tensors)
+
+
+def encode_or_dense(
+    x: Tensor, state: CodecState, *, reference: Reference | None = None
+) -> tuple[CodecSpec, Payload, CodecState]:
+    """``encode``, or identity for a message that holds NaN or infinity; the envelope tells the receiver which.
+
+    Returns:
+        The spec that made the payload, the payload, and the state, unchanged where identity stepped in.
+    """
+    try:
+        return (state.spec, *encode(x, state, reference=reference))
+    except UserError:  # encode raises it for nothing else
+        payload, _ = encode(x, CodecState(IDENTITY, state.shape, state.dtype))
+        return IDENTITY, payload, state
 
 
 @torch.no_grad()

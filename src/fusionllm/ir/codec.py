@@ -92,6 +92,28 @@ class CodecSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return text if self.inner is None else f"{text}({self.inner})"
 
 
+class CodecSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a codec takes on one node, measured by ``compress.measure_speed``.
+
+    Attributes:
+        encode_s_per_element: seconds per element of the dense tensor.
+        decode_s_per_element: the same for decoding.
+        overhead_s: seconds per call besides.
+    """
+
+    encode_s_per_element: float
+    decode_s_per_element: float
+    overhead_s: float
+
+    def encode_s(self, numel: int) -> float:
+        """Seconds to encode a tensor of ``numel`` elements."""
+        return self.overhead_s + self.encode_s_per_element * numel
+
+    def decode_s(self, numel: int) -> float:
+        """Seconds to decode one."""
+        return self.overhead_s + self.decode_s_per_element * numel
+
+
 def _write(value: Value) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
@@ -233,6 +255,6 @@ def adjoint_codec(spec: CodecSpec) -> CodecSpec | None:
 IDENTITY = CodecSpec("identity")
 
 __all__ = [
-    "FORMATS", "HEADER_NUM_BYTES", "IDENTITY", "CodecSpec", "adjoint_codec", "codec_spec", "dense_num_bytes",
-    "expected_num_bytes", "fit_codec", "parse_codec", "verify_codec", "wire_num_bytes",
+    "FORMATS", "HEADER_NUM_BYTES", "IDENTITY", "CodecSpec", "CodecSpeed", "adjoint_codec", "codec_spec",
+    "dense_num_bytes", "expected_num_bytes", "fit_codec", "parse_codec", "verify_codec", "wire_num_bytes",
 ]  # fmt: skip
