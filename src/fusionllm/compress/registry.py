@@ -120,7 +120,7 @@ def encode(x: Tensor, state: CodecState, *, reference: Reference | None = None) 
 def encode_or_dense(
     x: Tensor, state: CodecState, *, reference: Reference | None = None
 ) -> tuple[CodecSpec, Payload, CodecState]:
-    """``encode``, or identity for a message that holds NaN or infinity; the envelope tells the receiver which.
+    """``encode``, or identity for a message that holds NaN or infinity; the envelope tells which.
 
     Returns:
         The spec that made the payload, the payload, and the state, unchanged where identity stepped in.
