@@ -1,0 +1,256 @@
+"""One peer's link: performs the commands of its session on whatever wire there is, and sees to it that there
+is one.
+
+The shell around ``protocol.session``: it has the loop, the clock, the timers and the dialling. Runs in the
+loop's thread only. Knows nothing of certificates, nor of what messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from fusionllm.errors import FusionError, LinkBroken, LinkError
+from fusionllm.protocol import session as machine
+from fusionllm.protocol.session import Command, Event, Session
+from fusionllm.transport.shaped import ShapedWire
+from fusionllm.transport.wire import LinkShape, LinkStats, PeerAddress, Transport, Wire
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_BACKOFF_S = (0.2, 2.0)
+#: The larger name lets the smaller one dial for this long before it dials too.
+_GRACE_S = 1.0
+#: Two wires dialled from both ends within this time are one race, won by the one the smaller name dialled.
+_RACE_S = 5.0
+_CHUNKS_PER_TURN = 8
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Where a link reports to."""
+
+    on_message: Callable[[str, bytes, bytearray], None]
+    on_end: Callable[[str, LinkError], None]
+
+
+class Link:
+    """The link to ``session.peer``.
+
+    Args:
+        address: where the peer listens, None if only it can dial.
+        shape: pacing of outgoing bytes.
+    """
+
+    def __init__(
+        self, session: Session, address: PeerAddress | None, transport: Transport, owner: Owner,
+        shape: LinkShape | None,
+    ) -> None:  # fmt: skip
+        self.session, self.address, self.shape = session, address, shape
+        self.last_error = "nothing was tried yet" if address else "no address is known, it must dial us"
+        self._transport, self._owner = transport, owner
+        self._loop = asyncio.get_running_loop()
+        self._wire: ShapedWire | None = None
+        self._dialled_by = ""
+        self._attached_s = 0.0
+        self._pumping = False
+        self._was_ready = False
+        self._bytes_sent = self._bytes_received = 0
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._wireless = asyncio.Event()
+        self._ticker = self._loop.call_later(_TICK_S, self._tick)
+        self._dialler = self._loop.create_task(self._keep_dialling()) if self._may_dial() else None
+
+    # --- for the endpoint -------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Pass an event to the session, perform its commands, and write soon if there is anything to write."""
+        self._perform(self.session.handle(event))
+        if not self._pumping and self._wire is not None and self.session.wants_write:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    async def wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait for a condition that changes when bytes arrive or the link ends.
+
+        Returns False at the deadline.
+        """
+        deadline_s = None if timeout_s is None else self._loop.time() + timeout_s
+        while not condition():
+            woken: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.add(woken)
+            try:
+                await asyncio.wait_for(woken, None if deadline_s is None else deadline_s - self._loop.time())
+            except asyncio.TimeoutError:
+                return condition()
+            finally:
+                self._waiters.discard(woken)
+        return True
+
+    def offer(self, wire: Wire, dialled_by: str) -> None:
+        """Take a new wire to the peer, unless it lost a race."""
+        ours, peer = self.session.name, self.session.peer
+        raced = self._wire is not None and dialled_by != self._dialled_by
+        if raced and self._loop.time() - self._attached_s < _RACE_S and dialled_by != min(ours, peer):
+            wire.abort()
+            return
+        if self._wire is not None:
+            self._wire.abort()
+            self._lose("replaced by a newer wire")
+        self._wire = ShapedWire(wire, self.shape)
+        self._dialled_by, self._attached_s = dialled_by, self._loop.time()
+        self.handle(machine.WireUp(self._attached_s))
+        self._wire.start(self)
+        self._pump()
+
+    def reshape(self, shape: LinkShape | None) -> None:
+        self.shape = shape
+        if self._wire is not None:
+            self._wire.shape = shape
+            self._pump()
+
+    def shut(self, reason: str) -> None:
+        """End on purpose; the owner is not told."""
+        self._owner = Owner(self._owner.on_message, lambda peer, error: None)
+        self.handle(machine.Shut(reason))
+
+    def abort_wire(self) -> None:
+        """Break the current wire without a word, as a failing network would."""
+        if self._wire is not None:
+            self._wire.abort()
+            self._lose("aborted here")
+
+    def stats(self) -> LinkStats:
+        session = self.session
+        return LinkStats(
+            up=session.ready, bytes_sent=self._bytes_sent, bytes_received=self._bytes_received,
+            messages_sent=session.outbox.messages_delivered, messages_received=session.inbox.messages_received,
+            reconnects=max(0, session.wires - 1), resent_bytes=session.outbox.resent_bytes,
+            duplicates=session.inbox.duplicates, queued_bytes=session.outbox.queued_bytes, rtt_s=session.rtt_s,
+        )  # fmt: skip
+
+    # --- as the receiver of the wire --------------------------------------------------------------
+
+    def get_buffer(self) -> memoryview:
+        return self.session.get_buffer()
+
+    def received(self, num_bytes: int) -> None:
+        self._bytes_received += num_bytes
+        self.handle(machine.Received(num_bytes, self._loop.time()))
+        if self._waiters:
+            self._wake_waiters()
+
+    def writable(self) -> None:
+        self._pump()
+
+    def lost(self, reason: str) -> None:
+        if self._wire is not None:
+            self._lose(reason)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        self._pumping = False
+        for _ in range(_CHUNKS_PER_TURN):
+            wire = self._wire
+            if wire is None or not self.session.wants_write or not (room_bytes := wire.room()):
+                return
+            self._perform(self.session.handle(machine.Writable(room_bytes, self._loop.time())))
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    def _perform(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, machine.Write):
+                if self._wire is not None:
+                    self._bytes_sent += command.num_bytes
+                    self._wire.write(command.buffers)
+            elif isinstance(command, machine.Deliver):
+                self._deliver(command)
+            elif isinstance(command, machine.Ready):
+                self._was_ready = True
+                self._wake_waiters()
+            elif isinstance(command, machine.CloseWire):
+                log.warning(
+                    "%s: closing the wire to %s: %s", self.session.name, self.session.peer, command.reason
+                )
+                self._close_wire(command.farewell, command.reason)
+            else:
+                self._finish(command.error, command.farewell)
+
+    def _deliver(self, message: machine.Deliver) -> None:
+        try:
+            self._owner.on_message(self.session.peer, message.meta, message.payload)
+        except Exception as error:
+            what = f"{error}" if isinstance(error, FusionError) else f"{type(error).__name__}: {error}"
+            log.exception("%s: a message from %s could not be handled", self.session.name, self.session.peer)
+            reason = f"a message could not be handled: {what}"
+            for command in self.session.handle(machine.Shut(reason)):
+                assert isinstance(command, machine.End)
+                broken = LinkBroken(f"{self.session.name}: link to {self.session.peer} given up: {reason}")
+                self._finish(broken, command.farewell)
+
+    def _finish(self, error: LinkError, farewell: bytes) -> None:
+        self._close_wire(farewell, str(error))
+        self._ticker.cancel()
+        if self._dialler is not None:
+            self._dialler.cancel()
+        self._wake_waiters()
+        self._owner.on_end(self.session.peer, error)
+
+    def _close_wire(self, farewell: bytes, reason: str) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            if farewell:
+                wire.write([farewell])
+            wire.close()
+        self.last_error = reason
+        self._wireless.set()
+
+    def _lose(self, reason: str) -> None:
+        self._wire = None
+        self.last_error = reason
+        self.handle(machine.WireLost(self._loop.time(), reason))
+        self._wireless.set()
+
+    def _wake_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _tick(self) -> None:
+        self._ticker = self._loop.call_later(_TICK_S, self._tick)
+        self.handle(machine.Tick(self._loop.time()))
+
+    def _may_dial(self) -> bool:
+        return self.address is not None and self.address.dial is not False
+
+    async def _keep_dialling(self) -> None:
+        address = self.address
+        assert address is not None
+        smaller = self.session.name < self.session.peer
+        grace_s = 0.0 if smaller or address.dial else _GRACE_S
+        backoff_s, wait_s = _BACKOFF_S[0], 0.0
+        while True:
+            self._wireless.clear()
+            if self._wire is not None:
+                await self._wireless.wait()  # the session's heartbeat bounds this
+                if self._was_ready:
+                    backoff_s, self._was_ready = _BACKOFF_S[0], False
+                wait_s = backoff_s
+                continue
+            await asyncio.sleep(grace_s + wait_s * (0.5 + random.random()))
+            if self._wire is not None:
+                continue
+            try:
+                self.offer(await self._transport.dial(address, self.session.peer), self.session.name)
+            except LinkError as error:
+                if str(error) != self.last_error:
+                    self.last_error = str(error)
+                    log.warning("%s: %s", self.session.name, error)
+            wait_s = backoff_s = min(backoff_s * 2, _BACKOFF_S[1]) if wait_s else backoff_s
