@@ -1,7 +1,7 @@
 """Train the small tokenizer of the quickstart from the text beside this file: ``python make_tokenizer.py``.
 
-A byte-level BPE of 2048 ids with one special token, ``<|endoftext|>`` (id 0). Byte-level, so any text can be encoded
-and comes back unchanged. The same text always gives the same file.
+A byte-level BPE of 2048 ids with one special token, ``<|endoftext|>`` (id 0). Byte-level, so any text can be
+encoded and comes back unchanged. The same text always gives the same file.
 """
 
 from __future__ import annotations
