@@ -1,0 +1,338 @@
+"""Checkpoints: everything a run needs to go on, in a folder that is whole or not there.
+
+    checkpoints/step-00000100/
+        manifest.json            format, step, graph hash, seed, data position, files with hashes, tensor
+        index weights.safetensors      by the model's own parameter names, so any layout of stages can load it
+        optimizer.safetensors    ``exp_avg/<parameter>`` and so on
+
+A save writes into a hidden folder of the same parent, flushes it, and renames it: an interrupted save damages
+nothing, and what it left behind is removed by the next. Saving a step again makes a new revision
+(``step-00000100-r2``) beside the old before the old goes. Names no framework: a tensor is a ``Blob``. On the
+path: Blob -> **files**.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fusionllm.errors import CheckpointError
+from fusionllm.store.atomic import sync_folder
+from fusionllm.store.tensorfile import Blob, TensorFile, hash_file, write_tensors
+
+FORMAT = "fusionllm-checkpoint"
+VERSION = 1
+WEIGHTS_FILE = "weights.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+MANIFEST_FILE = "manifest.json"
+
+_FOLDER = re.compile(r"step-([0-9]{8,15})(?:-r([0-9]{1,6}))?")
+_MAX_MANIFEST_NUM_BYTES = 1 << 28
+
+
+class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint belongs to and where it stands.
+
+    Attributes:
+        graph_hash: content hash of the model's graph.
+        seed: the run's seed.
+        data_step: number of the step whose batch comes next, as given to ``Dataset.microbatches``.
+        data_fingerprint: ``Dataset.fingerprint``.
+        aliases: name of a tied parameter -> name it is stored under.
+        extra: JSON values of the caller's: optimizer step count, metrics, versions.
+    """
+
+    graph_hash: str
+    seed: int
+    data_step: int
+    data_fingerprint: str = ""
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Size and hash of one file of a checkpoint."""
+
+    num_bytes: int
+    xxh3_128: str
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one tensor is and what it is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The contents of ``manifest.json``.
+
+    Attributes:
+        format: always ``fusionllm-checkpoint``.
+        version: of the format; this code reads and writes 1.
+        step: steps completed.
+        meta: what it belongs to.
+        files: file name -> size and hash.
+        weights: parameter or buffer name -> tensor.
+        optimizer: ``<state>/<parameter>`` -> tensor.
+    """
+
+    format: str
+    version: int
+    step: int
+    meta: CheckpointMeta
+    files: dict[str, FileEntry]
+    weights: dict[str, TensorEntry]
+    optimizer: dict[str, TensorEntry]
+
+
+class Checkpoint:
+    """A checkpoint opened for reading. Made by ``load_checkpoint``.
+
+    Attributes:
+        path: its folder.
+        manifest: its contents.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self._files: dict[str, TensorFile] = {}
+        for index in (manifest.weights, manifest.optimizer):
+            for name, entry in index.items():
+                self._check_entry(name, entry)
+
+    def read_weight(self, name: str) -> Blob:
+        """A parameter or buffer by its name or an alias. Raises CheckpointError when there is none."""
+        return self._read(self.manifest.meta.aliases.get(name, name), self.manifest.weights, "weight")
+
+    def read_optimizer(self, name: str) -> Blob:
+        """An optimizer tensor such as ``exp_avg/<parameter>``. Raises CheckpointError when there is none."""
+        return self._read(name, self.manifest.optimizer, "optimizer tensor")
+
+    def verify(self) -> None:
+        """Read every byte of every file and compare the hashes.
+
+        Raises:
+            CheckpointError: a file's size or hash is not what the manifest says.
+        """
+        for name, entry in self.manifest.files.items():
+            found = hash_file(self.path / name)
+            if (found.num_bytes, found.xxh3_128) != (entry.num_bytes, entry.xxh3_128):
+                raise CheckpointError(
+                    f"{self.path / name} was damaged: {found.num_bytes} bytes with hash {found.xxh3_128}, "
+                    f"the manifest says {entry.num_bytes} bytes with hash "
+                    f"{entry.xxh3_128}{_others(self.path)}"
+                )
+
+    def require(self, *, graph_hash: str, data_fingerprint: str | None = None) -> None:
+        """Refuse to go on with another model, or (when given) with other data.
+
+        Raises:
+            CheckpointError: the hashes differ.
+        """
+        meta = self.manifest.meta
+        if meta.graph_hash != graph_hash:
+            raise CheckpointError(
+                f"{self.path} belongs to another model: its graph is {meta.graph_hash}, this run's is "
+                f"{graph_hash}; resume with the model it was made with, or start a new run"
+            )
+        if data_fingerprint is not None and meta.data_fingerprint != data_fingerprint:
+            raise CheckpointError(
+                f"{self.path} was made with other data: {meta.data_fingerprint}, this run's is "
+                f"{data_fingerprint}; restore the data and its settings (source, tokenizer, seq_len, seed), "
+                f"or start a new run"
+            )
+
+    def _check_entry(self, name: str, entry: TensorEntry) -> None:
+        file = self._files.get(entry.file)
+        if file is None:
+            if entry.file not in self.manifest.files:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} is in {entry.file!r}, a file it does not list"
+                )
+            file = self._files[entry.file] = TensorFile(self.path / entry.file)
+        if file.spec(name) != (entry.dtype, entry.shape):
+            raise CheckpointError(
+                f"{file.path}: tensor {name!r} is {file.spec(name)}, the manifest says "
+                f"{(entry.dtype, entry.shape)}"
+            )
+
+    def _read(self, name: str, index: dict[str, TensorEntry], what: str) -> Blob:
+        entry = index.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path}: no {what} {name!r} among its {len(index)}")
+        return self._files[entry.file].read(name)
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Blob],
+    optimizer: Mapping[str, Blob],
+    meta: CheckpointMeta,
+    *,
+    keep_last: int = 3,
+) -> Path:
+    """Write a checkpoint and remove the oldest ones.
+
+    Args:
+        folder: the run's checkpoints folder; made when missing.
+        step: steps completed.
+        weights: parameters and buffers by the model's own names; of tied ones only the canonical one.
+        optimizer: optimizer tensors, ``<state>/<parameter>``.
+        meta: what it belongs to.
+        keep_last: how many to keep, counting this one; this one is never removed.
+
+    Returns:
+        The checkpoint's folder, complete and on the disk.
+
+    Raises:
+        CheckpointError: it cannot be written; the checkpoints that were there are untouched.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    taken = [revision for found, revision, _ in _list(folder) if found == step]
+    name = f"step-{step:08d}" + (f"-r{max(taken) + 1}" if taken else "")
+    temporary = folder / f".tmp-{os.getpid()}-{name}"
+    try:
+        temporary.mkdir()
+        _write_contents(temporary, step, weights, optimizer, meta)
+        temporary.rename(folder / name)
+        sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder / name}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _prune(folder, folder / name, step, keep_last)
+    return folder / name
+
+
+def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
+    """Open a checkpoint: the manifest, file sizes and headers are checked, the hashes only by ``verify``.
+
+    Args:
+        path: a checkpoint's folder, or the folder that holds a run's checkpoints.
+        step: which one; None for the latest.
+
+    Raises:
+        CheckpointError: there is none, or it is torn, of another version, or not a checkpoint.
+    """
+    if not (path / MANIFEST_FILE).is_file():
+        path = _choose(path, step)
+    manifest = _read_manifest(path)
+    for name, entry in manifest.files.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry.num_bytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise CheckpointError(f"{file} {found}, the manifest says {entry.num_bytes} bytes{_others(path)}")
+    return Checkpoint(path, manifest)
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """``(step, folder)`` of every checkpoint, oldest first; of a step saved twice the newest revision."""
+    return sorted({step: path for step, _, path in _list(folder)}.items())
+
+
+def _write_contents(
+    folder: Path, step: int, weights: Mapping[str, Blob], optimizer: Mapping[str, Blob], meta: CheckpointMeta
+) -> None:
+    files: dict[str, FileEntry] = {}
+    index: dict[str, dict[str, TensorEntry]] = {}
+    for file, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, optimizer)):
+        written = write_tensors(folder / file, tensors)
+        files[file] = FileEntry(num_bytes=written.num_bytes, xxh3_128=written.xxh3_128)
+        index[file] = {
+            name: TensorEntry(dtype=blob.dtype, shape=tuple(blob.shape), file=file)
+            for name, blob in sorted(tensors.items())
+        }
+    manifest = Manifest(
+        format=FORMAT,
+        version=VERSION,
+        step=step,
+        meta=meta,
+        files=files,
+        weights=index[WEIGHTS_FILE],
+        optimizer=index[OPTIMIZER_FILE],
+    )
+    with (folder / MANIFEST_FILE).open("xb") as out:
+        out.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        out.flush()
+        os.fsync(out.fileno())
+    sync_folder(folder)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST_FILE
+    try:
+        if file.stat().st_size > _MAX_MANIFEST_NUM_BYTES:
+            raise CheckpointError(
+                f"{file} is larger than {_MAX_MANIFEST_NUM_BYTES} bytes: not a checkpoint's manifest"
+            )
+        raw = msgspec.json.decode(file.read_bytes())
+        version = (raw.get("format"), raw.get("version")) if isinstance(raw, dict) else None
+        if version != (FORMAT, VERSION):
+            raise CheckpointError(f"{file} is of format {version}; this release reads {(FORMAT, VERSION)}")
+        manifest = msgspec.convert(raw, Manifest)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} is torn or not a checkpoint's manifest: {error}{_others(path)}"
+        ) from None
+    if not set(manifest.files) <= {WEIGHTS_FILE, OPTIMIZER_FILE}:
+        raise CheckpointError(f"{file} lists files of other names than {WEIGHTS_FILE} and {OPTIMIZER_FILE}")
+    return manifest
+
+
+def _list(folder: Path) -> list[tuple[int, int, Path]]:
+    """(step, revision, path) of every complete checkpoint folder, oldest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _FOLDER.fullmatch(path.name)
+        if match and (path / MANIFEST_FILE).is_file():
+            found.append((int(match.group(1)), int(match.group(2) or 1), path))
+    return sorted(found)
+
+
+def _choose(folder: Path, step: int | None) -> Path:
+    known = dict(list_checkpoints(folder))
+    if not known:
+        raise CheckpointError(
+            f"no checkpoint in {folder}; name a run's checkpoints folder, or start a new run"
+        )
+    if step is not None and step not in known:
+        steps = ", ".join(map(str, known))
+        raise CheckpointError(f"no checkpoint of step {step} in {folder}; there are those of step {steps}")
+    return known[max(known) if step is None else step]
+
+
+def _others(path: Path) -> str:
+    """The way out when a checkpoint is damaged: the other ones beside it."""
+    others = [str(step) for step, other in list_checkpoints(path.parent) if other != path]
+    return f"; resume from another one: step {' or '.join(others)}" if others else ""
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what interrupted saves left behind."""
+    for path in folder.glob(".tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _prune(folder: Path, saved: Path, step: int, keep_last: int) -> None:
+    """Remove older revisions and the oldest checkpoints, never the one just saved."""
+    found = _list(folder)
+    newest = {number: path for number, _, path in found if number != step}
+    kept = {saved, *[path for _, path in sorted(newest.items(), reverse=True)][: max(keep_last - 1, 0)]}
+    for _, _, path in found:
+        if path not in kept:
+            doomed = folder / f".tmp-{os.getpid()}-old-{path.name}"
+            path.rename(doomed)  # first out of the way as a whole, so that half of one never looks complete
+            shutil.rmtree(doomed, ignore_errors=True)
