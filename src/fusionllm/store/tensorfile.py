@@ -59,7 +59,8 @@ class Blob:
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> Blob:
         """A blob over the array's memory (copied only when it is not contiguous)."""
-        return cls(array.dtype.name, array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        return cls(array.dtype.name, array.shape, little.reshape(-1).view(np.uint8))
 
     def numpy(self) -> np.ndarray:
         """An array over the same bytes; bfloat16, which numpy lacks, comes as uint16 of the same bits."""
