@@ -243,4 +243,3 @@ class FrameReader:
             raise RemoteProtocolError(
                 f"{KINDS[self._kind].__name__} frame with a bad header: {error}"
             ) from None
-        return header

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from fusionllm.errors import LocalProtocolError, RemoteProtocolError
 from fusionllm.protocol.frames import MAX_AHEAD, MAX_CHUNK_BYTES, MAX_PARTIALS, Data, checksum_of
 from fusionllm.protocol.outbox import MESSAGE_OVERHEAD_BYTES, cost_of
+from fusionllm.protocol.recycler import Recycler
 
 Admit = Callable[[bytes, int], None]
 
@@ -25,8 +26,8 @@ class Incoming:
 
     __slots__ = ("buffer", "have", "meta", "view")
 
-    def __init__(self, meta: bytes, total: int) -> None:
-        self.meta, self.buffer, self.have = meta, bytearray(total), 0
+    def __init__(self, meta: bytes, buffer: bytearray) -> None:
+        self.meta, self.buffer, self.have = meta, buffer, 0
         self.view = memoryview(self.buffer)
 
 
@@ -37,17 +38,21 @@ class Inbox:
         window_bytes: cost of messages that may be begun and not yet consumed; one larger message may come
             alone.
         max_message_bytes: the largest payload accepted.
+        recycle_bytes: memory of delivered messages kept to be used again.
         admit: called with (meta, total) before the buffer of a message is allocated; raises
             RemoteProtocolError.
     """
 
-    def __init__(self, window_bytes: int, max_message_bytes: int, admit: Admit | None) -> None:
+    def __init__(
+        self, window_bytes: int, max_message_bytes: int, recycle_bytes: int, admit: Admit | None
+    ) -> None:
         self.window_bytes, self.max_message_bytes = window_bytes, max_message_bytes
         self.next_in = 1
         self.consumed = 0
         self.duplicates = 0
         self.messages_received = 0
         self._admit = admit
+        self._recycler = Recycler(recycle_bytes)
         self._begun_cost = 0
         self._spare_consumed = 0  # bytes consumed beyond the messages already counted whole
         self._unconsumed: deque[int] = deque()
@@ -81,12 +86,13 @@ class Inbox:
     def _begin(self, chunk: Data) -> Incoming:
         if chunk.total > self.max_message_bytes:
             raise RemoteProtocolError(
-                f"message {chunk.message_id} of {chunk.total} bytes is over the limit of {self.max_message_bytes} bytes"
+                f"message {chunk.message_id} of {chunk.total} bytes is over the limit of "
+                f"{self.max_message_bytes} bytes"
             )
         if chunk.message_id >= self.next_in + MAX_AHEAD or len(self._partial) >= MAX_PARTIALS:
             raise RemoteProtocolError(
-                f"message {chunk.message_id} begun with {len(self._partial)} unfinished; allowed are ids below "
-                f"{self.next_in + MAX_AHEAD} and {MAX_PARTIALS} unfinished"
+                f"message {chunk.message_id} begun with {len(self._partial)} unfinished; allowed are "
+                f"ids below {self.next_in + MAX_AHEAD} and {MAX_PARTIALS} unfinished"
             )
         outstanding = self._begun_cost - self.consumed
         if outstanding and outstanding + cost_of(chunk.total) > self.window_bytes:
@@ -100,7 +106,7 @@ class Inbox:
             )
         if self._admit is not None:
             self._admit(chunk.meta, chunk.total)
-        message = self._partial[chunk.message_id] = Incoming(chunk.meta, chunk.total)
+        message = self._partial[chunk.message_id] = Incoming(chunk.meta, self._recycler.take(chunk.total))
         self._begun_cost += cost_of(chunk.total)
         return message
 
@@ -136,7 +142,8 @@ class Inbox:
         """The application is done with ``num_bytes`` of delivered payload."""
         if not 0 <= num_bytes <= self._unconsumed_bytes:
             raise LocalProtocolError(
-                f"{num_bytes} bytes reported as consumed, delivered and unconsumed are {self._unconsumed_bytes}"
+                f"{num_bytes} bytes reported as consumed; "
+                f"delivered and unconsumed are {self._unconsumed_bytes}"
             )
         self._unconsumed_bytes -= num_bytes
         self._spare_consumed += num_bytes

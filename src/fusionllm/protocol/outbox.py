@@ -139,8 +139,8 @@ class Outbox:
             or consumed > self._started_cost
         ):
             raise RemoteProtocolError(
-                f"the peer acknowledges message {next_in + ahead[-1] if ahead else next_in - 1} and {consumed} bytes; "
-                f"sent were {self._next_id - 1} messages and {self._started_cost} bytes"
+                f"the peer acknowledges message {next_in + ahead[-1] if ahead else next_in - 1} and "
+                f"{consumed} bytes; sent were {self._next_id - 1} messages and {self._started_cost} bytes"
             )
         self._consumed = max(self._consumed, consumed)
         for message_id in range(self._next_in, next_in):
@@ -155,14 +155,14 @@ class Outbox:
             return
         if not message.sent:
             raise RemoteProtocolError(
-                f"the peer acknowledges message {message_id} after {message.offset} of its {message.total} bytes"
+                f"the peer acknowledges message {message_id} after {message.offset} of {message.total} bytes"
             )
         del self._unacked[message_id]
         self.queued_bytes -= message.total
         self.messages_delivered += 1
 
     def rewind(self, partial: dict[int, int]) -> None:
-        """After a reconnect: continue each started message at the byte the peer holds (message id -> bytes)."""
+        """After a reconnect: continue each message at the byte the peer holds (message id -> bytes)."""
         for message_id, have in partial.items():
             message = self._unacked.get(message_id)
             if message is None or have > message.offset or have >= message.total:

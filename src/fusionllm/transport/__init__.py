@@ -15,6 +15,7 @@ from fusionllm.transport.tls import (
 from fusionllm.transport.wire import LinkShape, LinkStats, PeerAddress
 
 __all__ = [
-    "TRANSPORTS", "Authority", "Endpoint", "Identity", "LinkShape", "LinkStats", "PeerAddress", "SessionConfig",
-    "fingerprint", "issue_identity", "make_authority", "make_key", "public_key_pem", "sign_node",
+    "TRANSPORTS", "Authority", "Endpoint", "Identity", "LinkShape", "LinkStats",
+    "PeerAddress", "SessionConfig", "fingerprint", "issue_identity", "make_authority", "make_key",
+    "public_key_pem", "sign_node",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 from fusionllm.errors import LinkBroken, LinkClosed, LinkError, LocalProtocolError, StallError
 from fusionllm.protocol.frames import goodbye
@@ -19,7 +20,7 @@ from fusionllm.protocol.session import Consumed, Post, Session, SessionConfig
 from fusionllm.transport.link import Link, Owner
 from fusionllm.transport.memory import MemoryTransport
 from fusionllm.transport.tls import Identity, check_node_name
-from fusionllm.transport.tls_wire import TlsTransport
+from fusionllm.transport.tls_transport import TlsTransport
 from fusionllm.transport.wire import Buffer, LinkShape, LinkStats, PeerAddress, Transport, Wire
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ class Endpoint:
 
     def __init__(
         self, name: str, identity: Identity, *, on_message: OnMessage, on_peer_lost: OnPeerLost,
-        config: SessionConfig | None = None, admit: AdmitMessage | None = None, incarnation: int | None = None,
-        transport: str | Transport = "tls",
+        config: SessionConfig | None = None, admit: AdmitMessage | None = None,
+        incarnation: int | None = None, transport: str | Transport = "tls",
     ) -> None:  # fmt: skip
         self.name = check_node_name(name)
         self.config = config or SessionConfig()
@@ -142,7 +143,7 @@ class Endpoint:
     async def send(
         self, peer: str, meta: bytes, payload: Buffer | Sequence[Buffer], priority: int = 1
     ) -> None:
-        """Like ``send_nowait``, but waits while more than ``max_queue_bytes`` would be queued, as long as the link lives."""
+        """Like ``send_nowait``, but waits while the queue is over its limit, as long as the link lives."""
         link, pieces = self._live(peer), _views(payload)
         num_bytes, limit = sum(len(piece) for piece in pieces), self.config.max_queue_bytes
         outbox = link.session.outbox
@@ -157,7 +158,7 @@ class Endpoint:
         self.send_nowait(peer, meta, pieces, priority)
 
     def consumed(self, peer: str, num_bytes: int) -> None:
-        """The owner is done with ``num_bytes`` of payload received from ``peer``: the peer may send as much again."""
+        """The owner is done with ``num_bytes`` of payload from ``peer``, who may send as much again."""
         link = self._links.get(peer)
         if link is not None and link.session.ended is None:
             link.handle(Consumed(num_bytes))
@@ -169,7 +170,7 @@ class Endpoint:
     def send_threadsafe(
         self, peer: str, meta: bytes, payload: Buffer | Sequence[Buffer], priority: int = 1
     ) -> None:
-        """``send_nowait`` from any thread; a refusal is logged, and a lost link is told by ``on_peer_lost``."""
+        """``send_nowait`` from any thread; a refusal is logged, ``on_peer_lost`` tells of a lost link."""
         self._threadsafe(partial(self._send_or_log, peer, meta, payload, priority))
 
     def shape(self, peer: str, shape: LinkShape | None) -> None:
@@ -210,8 +211,9 @@ class Endpoint:
                 raise session.ended
             if len(outbox):
                 raise StallError(
-                    f"{self.name} waits for {peer} to take {len(outbox)} messages ({outbox.queued_bytes} bytes) since "
-                    f"{timeout_s:g} s; link {'up' if session.ready else 'down: ' + link.last_error}"
+                    f"{self.name} waits for {peer} to take {len(outbox)} messages "
+                    f"({outbox.queued_bytes} bytes) since {timeout_s:g} s; "
+                    f"link {'up' if session.ready else 'down: ' + link.last_error}"
                 )
 
     async def close(self) -> None:
@@ -273,10 +275,7 @@ class Endpoint:
 
 def _views(payload: Buffer | Sequence[Buffer]) -> tuple[memoryview, ...]:
     """Byte views of the non-empty buffers."""
-    buffers = (
-        [payload]
-        if isinstance(payload, (bytes, bytearray, memoryview)) or not isinstance(payload, Sequence)
-        else payload
-    )
-    views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-    return tuple(views)
+    many = isinstance(payload, (list, tuple))
+    buffers = cast("Sequence[Buffer]", payload if many else [payload])
+    views = [memoryview(buffer) for buffer in buffers]
+    return tuple(view.cast("B") for view in views if view.nbytes)

@@ -68,7 +68,7 @@ class Link:
     # --- for the endpoint -------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Pass an event to the session, perform its commands, and write soon if there is anything to write."""
+        """Pass an event to the session, perform its commands, and write soon if it wants to."""
         self._perform(self.session.handle(event))
         if not self._pumping and self._wire is not None and self.session.wants_write:
             self._pumping = True
@@ -128,9 +128,11 @@ class Link:
         session = self.session
         return LinkStats(
             up=session.ready, bytes_sent=self._bytes_sent, bytes_received=self._bytes_received,
-            messages_sent=session.outbox.messages_delivered, messages_received=session.inbox.messages_received,
+            messages_sent=session.outbox.messages_delivered,
+            messages_received=session.inbox.messages_received,
             reconnects=max(0, session.wires - 1), resent_bytes=session.outbox.resent_bytes,
-            duplicates=session.inbox.duplicates, queued_bytes=session.outbox.queued_bytes, rtt_s=session.rtt_s,
+            duplicates=session.inbox.duplicates, queued_bytes=session.outbox.queued_bytes,
+            rtt_s=session.rtt_s,
         )  # fmt: skip
 
     # --- as the receiver of the wire --------------------------------------------------------------
@@ -230,27 +232,31 @@ class Link:
     def _may_dial(self) -> bool:
         return self.address is not None and self.address.dial is not False
 
+    async def _wait_until_wireless(self) -> bool:
+        """Wait while there is a wire (the heartbeat bounds that). Returns whether there was one."""
+        had_wire = self._wire is not None
+        while self._wire is not None:
+            self._wireless.clear()
+            await self._wireless.wait()
+        return had_wire
+
     async def _keep_dialling(self) -> None:
         address = self.address
         assert address is not None
-        smaller = self.session.name < self.session.peer
-        grace_s = 0.0 if smaller or address.dial else _GRACE_S
+        peer_dials_first = self.session.peer < self.session.name and not address.dial
+        grace_s = _GRACE_S if peer_dials_first else 0.0
         backoff_s, wait_s = _BACKOFF_S[0], 0.0
         while True:
-            self._wireless.clear()
-            if self._wire is not None:
-                await self._wireless.wait()  # the session's heartbeat bounds this
-                if self._was_ready:
-                    backoff_s, self._was_ready = _BACKOFF_S[0], False
+            if await self._wait_until_wireless() and self._was_ready:
+                backoff_s, self._was_ready = _BACKOFF_S[0], False
                 wait_s = backoff_s
-                continue
             await asyncio.sleep(grace_s + wait_s * (0.5 + random.random()))
-            if self._wire is not None:
+            if await self._wait_until_wireless():
                 continue
+            wait_s, backoff_s = backoff_s, min(backoff_s * 2, _BACKOFF_S[1])
             try:
                 self.offer(await self._transport.dial(address, self.session.peer), self.session.name)
             except LinkError as error:
                 if str(error) != self.last_error:
                     self.last_error = str(error)
                     log.warning("%s: %s", self.session.name, error)
-            wait_s = backoff_s = min(backoff_s * 2, _BACKOFF_S[1]) if wait_s else backoff_s

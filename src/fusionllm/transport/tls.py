@@ -49,7 +49,7 @@ def check_node_name(name: str) -> str:
     """The name, if it can stand in a certificate. Raises UserError."""
     if not NODE_NAME.fullmatch(name):
         raise UserError(
-            f"{name!r} is no node name; use 1 to 63 of letters, digits, '.', '_', '-', a letter or digit first"
+            f"{name!r} is no node name; use 1 to 63 of letters, digits, '.', '_', '-', and no sign first"
         )
     return name
 
@@ -70,8 +70,9 @@ def make_authority(common_name: str = "fusionllm", days: int = 3650) -> Authorit
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     usage = x509.KeyUsage(
-        digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,
-        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+        digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False,
+        encipher_only=False, decipher_only=False,
     )  # fmt: skip
     builder = _builder(name, name, key.public_key(), datetime.timedelta(days=days))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -78,7 +78,7 @@ class LinkShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Counters of one link since its session began; bytes are frames as given to the wire, before encryption."""
+    """Counters of one link since its session began; bytes are whole frames before encryption."""
 
     up: bool
     bytes_sent: int
@@ -109,4 +109,4 @@ class Transport(Protocol):
         """
 
     async def close(self) -> None:
-        """Stop listening; end all wires, after a second at most those that were closed and are still sending."""
+        """Stop listening; end all wires, after a second those that were closed and still send."""
