@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from pathlib import Path
@@ -130,6 +131,26 @@ def test_shipped_text_and_tokenizer():
     assert open_dataset(config, seed=4, base_dir=EXAMPLES).fingerprint != data.fingerprint
 
 
+def test_shipped_files_are_those_of_the_readme():
+    readme = (EXAMPLES / "README.md").read_text()
+    for name in ("shakespeare.txt", "tokenizer.json"):
+        assert hashlib.sha256((EXAMPLES / name).read_bytes()).hexdigest() in readme
+
+
+def test_a_hub_dataset_is_loaded_by_id_config_and_split(tmp_path, monkeypatch):
+    """From a folder of files instead of the hub: the same call, without a network."""
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    for split, letter in (("train", "a"), ("validation", "b")):
+        (tmp_path / "set" / f"{split}.jsonl").write_text(f'{{"text": "{letter * 40}"}}\n' * 3)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    source = f"hf:{tmp_path / 'set'}"
+    data = open_dataset(DataConfig(source=source, val_source=source, seq_len=8), seed=0, base_dir=tmp_path)
+    assert (data.num_rows, data.num_val_rows) == (15, 15)
+    assert {int(i) for batch in data.val_batches(8) for i in batch["input_ids"].flat} == {ord("b")}
+
+
 def test_folder_joins_documents_in_name_order_with_end_of_text(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("BB")
@@ -176,7 +197,7 @@ def test_python_source_gives_rows_of_arrays(tmp_path):
         open_dataset(DataConfig(source="python:my_rows_abc:row"), seed=0, base_dir=tmp_path)
 
 
-def test_hugging_face_dataset_object(monkeypatch):
+def test_hugging_face_dataset_object():
     datasets = pytest.importorskip("datasets")
     texts = datasets.Dataset.from_dict({"body": ["hello " * 20, "world " * 20], "n": [1, 2]})
     data = open_dataset(DataConfig(text_column="body", seq_len=8), seed=0, base_dir=Path(), obj=texts)

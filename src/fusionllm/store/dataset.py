@@ -42,6 +42,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         seq_len: tokens per row of text, at least 2.
         val_fraction: share of the rows, a block at the end, kept for validation; in [0, 1).
         val_source: other data to validate on, in the same forms; then no row is taken from ``source``.
+        val_split: split of a Hugging Face dataset named by ``val_source``.
     """
 
     source: str = ""
@@ -51,6 +52,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seq_len: int = 128
     val_fraction: float = 0.05
     val_source: str | None = None
+    val_split: str = "validation"
 
     def __post_init__(self) -> None:
         if self.seq_len < 2:
@@ -187,13 +189,13 @@ def open_dataset(config: DataConfig, *, seed: int, base_dir: Path, obj: Any = No
         UserError: the data cannot be used; the message names the value and the fix.
     """
     if obj is None:
-        train_source = _open(config, config.source, base_dir)
+        train_source = _open(config, config.source, config.split, base_dir)
     else:
         train_source = wrap_object(obj, "the data given in Python", config.text_column)
     tokenizer = open_tokenizer(config.tokenizer, base_dir) if isinstance(train_source, Documents) else None
     train = _table(train_source, tokenizer, config)
     if config.val_source is not None:
-        val = _table(_open(config, config.val_source, base_dir), tokenizer, config)
+        val = _table(_open(config, config.val_source, config.val_split, base_dir), tokenizer, config)
         if val.columns != train.columns:
             raise UserError(
                 f"data.val_source {config.val_source!r} has the columns {_names(val)} but the training data "
@@ -212,8 +214,8 @@ def num_val_rows(num_rows: int, val_fraction: float) -> int:
     return min(max(1, round(num_rows * val_fraction)), num_rows - 1)
 
 
-def _open(config: DataConfig, source: str, base_dir: Path) -> Documents | Rows:
-    return open_source(source, text_column=config.text_column, split=config.split, base_dir=base_dir)
+def _open(config: DataConfig, source: str, split: str, base_dir: Path) -> Documents | Rows:
+    return open_source(source, text_column=config.text_column, split=split, base_dir=base_dir)
 
 
 def _names(table: RowTable) -> str:
