@@ -15,15 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionllm.errors import CheckpointError
-from fusionllm.store.checkpoint import (
-    MANIFEST_FILE,
-    OPTIMIZER_FILE,
-    WEIGHTS_FILE,
-    CheckpointMeta,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from fusionllm.store.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from fusionllm.store.manifest import MANIFEST_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, CheckpointMeta
 from fusionllm.store.tensorfile import FILE_DTYPES, Blob, TensorFile, hash_file, write_tensors
 
 META = CheckpointMeta(
@@ -173,7 +166,8 @@ KILLER = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from fusionllm.store.checkpoint import CheckpointMeta, save_checkpoint
+from fusionllm.store.checkpoint import save_checkpoint
+from fusionllm.store.manifest import CheckpointMeta
 from fusionllm.store.tensorfile import Blob
 
 WATCHED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -290,6 +284,12 @@ def test_torn_manifest(tmp_path):
         manifest.write_bytes(raw)
         with pytest.raises(CheckpointError, match="manifest"):
             load_checkpoint(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot make"):
+        save(tmp_path / "file" / "checkpoints", 1)
 
 
 def test_bad_tensors_are_refused_and_leave_nothing(tmp_path):

@@ -137,7 +137,7 @@ def test_shipped_files_are_those_of_the_readme():
         assert hashlib.sha256((EXAMPLES / name).read_bytes()).hexdigest() in readme
 
 
-def test_a_hub_dataset_is_loaded_by_id_config_and_split(tmp_path, monkeypatch):
+def test_a_hub_dataset_is_loaded_by_its_splits(tmp_path, monkeypatch):
     """From a folder of files instead of the hub: the same call, without a network."""
     pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()

@@ -1,9 +1,9 @@
 """Checkpoints: everything a run needs to go on, in a folder that is whole or not there.
 
     checkpoints/step-00000100/
-        manifest.json            format, step, graph hash, seed, data position, files with hashes, tensor
-        index weights.safetensors      by the model's own parameter names, so any layout of stages can load it
-        optimizer.safetensors    ``exp_avg/<parameter>`` and so on
+        manifest.json            step, graph hash, seed, data position, hash of each file, place of each
+        tensor weights.safetensors      by the model's own parameter names, so any layout of stages can load
+        it optimizer.safetensors    ``exp_avg/<parameter>`` and so on
 
 A save writes into a hidden folder of the same parent, flushes it, and renames it: an interrupted save damages
 nothing, and what it left behind is removed by the next. Saving a step again makes a new revision
@@ -13,84 +13,32 @@ path: Blob -> **files**.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from fusionllm.errors import CheckpointError
 from fusionllm.store.atomic import sync_folder
+from fusionllm.store.manifest import (
+    FORMAT,
+    MANIFEST_FILE,
+    OPTIMIZER_FILE,
+    VERSION,
+    WEIGHTS_FILE,
+    CheckpointMeta,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    encode_manifest,
+    read_manifest,
+)
 from fusionllm.store.tensorfile import Blob, TensorFile, hash_file, write_tensors
 
-FORMAT = "fusionllm-checkpoint"
-VERSION = 1
-WEIGHTS_FILE = "weights.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-MANIFEST_FILE = "manifest.json"
-
+_log = logging.getLogger(__name__)
 _FOLDER = re.compile(r"step-([0-9]{8,15})(?:-r([0-9]{1,6}))?")
-_MAX_MANIFEST_NUM_BYTES = 1 << 28
-
-
-class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint belongs to and where it stands.
-
-    Attributes:
-        graph_hash: content hash of the model's graph.
-        seed: the run's seed.
-        data_step: number of the step whose batch comes next, as given to ``Dataset.microbatches``.
-        data_fingerprint: ``Dataset.fingerprint``.
-        aliases: name of a tied parameter -> name it is stored under.
-        extra: JSON values of the caller's: optimizer step count, metrics, versions.
-    """
-
-    graph_hash: str
-    seed: int
-    data_step: int
-    data_fingerprint: str = ""
-    aliases: dict[str, str] = {}
-    extra: dict[str, Any] = {}
-
-
-class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Size and hash of one file of a checkpoint."""
-
-    num_bytes: int
-    xxh3_128: str
-
-
-class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one tensor is and what it is."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The contents of ``manifest.json``.
-
-    Attributes:
-        format: always ``fusionllm-checkpoint``.
-        version: of the format; this code reads and writes 1.
-        step: steps completed.
-        meta: what it belongs to.
-        files: file name -> size and hash.
-        weights: parameter or buffer name -> tensor.
-        optimizer: ``<state>/<parameter>`` -> tensor.
-    """
-
-    format: str
-    version: int
-    step: int
-    meta: CheckpointMeta
-    files: dict[str, FileEntry]
-    weights: dict[str, TensorEntry]
-    optimizer: dict[str, TensorEntry]
 
 
 class Checkpoint:
@@ -196,7 +144,10 @@ def save_checkpoint(
     Raises:
         CheckpointError: it cannot be written; the checkpoints that were there are untouched.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {folder}: {error.strerror or error}") from error
     _sweep(folder)
     taken = [revision for found, revision, _ in _list(folder) if found == step]
     name = f"step-{step:08d}" + (f"-r{max(taken) + 1}" if taken else "")
@@ -226,7 +177,7 @@ def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
     """
     if not (path / MANIFEST_FILE).is_file():
         path = _choose(path, step)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path, _others(path))
     for name, entry in manifest.files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
@@ -263,33 +214,10 @@ def _write_contents(
         optimizer=index[OPTIMIZER_FILE],
     )
     with (folder / MANIFEST_FILE).open("xb") as out:
-        out.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        out.write(encode_manifest(manifest))
         out.flush()
         os.fsync(out.fileno())
     sync_folder(folder)
-
-
-def _read_manifest(path: Path) -> Manifest:
-    file = path / MANIFEST_FILE
-    try:
-        if file.stat().st_size > _MAX_MANIFEST_NUM_BYTES:
-            raise CheckpointError(
-                f"{file} is larger than {_MAX_MANIFEST_NUM_BYTES} bytes: not a checkpoint's manifest"
-            )
-        raw = msgspec.json.decode(file.read_bytes())
-        version = (raw.get("format"), raw.get("version")) if isinstance(raw, dict) else None
-        if version != (FORMAT, VERSION):
-            raise CheckpointError(f"{file} is of format {version}; this release reads {(FORMAT, VERSION)}")
-        manifest = msgspec.convert(raw, Manifest)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is torn or not a checkpoint's manifest: {error}{_others(path)}"
-        ) from None
-    if not set(manifest.files) <= {WEIGHTS_FILE, OPTIMIZER_FILE}:
-        raise CheckpointError(f"{file} lists files of other names than {WEIGHTS_FILE} and {OPTIMIZER_FILE}")
-    return manifest
 
 
 def _list(folder: Path) -> list[tuple[int, int, Path]]:
@@ -334,5 +262,8 @@ def _prune(folder: Path, saved: Path, step: int, keep_last: int) -> None:
     for _, _, path in found:
         if path not in kept:
             doomed = folder / f".tmp-{os.getpid()}-old-{path.name}"
-            path.rename(doomed)  # first out of the way as a whole, so that half of one never looks complete
+            try:
+                path.rename(doomed)  # out of the way as a whole first: half of one must never look complete
+            except OSError as error:  # the new one is safe; this only costs space
+                _log.warning("cannot remove the old checkpoint %s: %s", path, error.strerror or error)
             shutil.rmtree(doomed, ignore_errors=True)

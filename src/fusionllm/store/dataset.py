@@ -2,8 +2,7 @@
 
 No torch, no clock, no state: any process that opens the same data with the same seed gets the same batches,
 so a resumed run continues exactly where it stopped and a lost step can be fed again. Knows no model and no
-stage. On the
-path: documents or rows -> **batches of numpy arrays** -> the first and last stage's inputs.
+stage. On the path: documents or rows -> **batches of numpy arrays** -> the stages' inputs.
 
 An epoch's order is the stable argsort of the raw 64-bit stream of Philox keyed on (seed, epoch): numpy
 promises that stream never changes, which it does not promise for ``Generator.permutation``.
@@ -35,8 +34,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         source: a text file, a folder of .txt, .md or .jsonl files, ``hf:DATASET[:CONFIG]``, or
             ``python:module:function`` that returns texts or a sequence of dicts of arrays.
-        tokenizer: ``bytes``, ``bytes+eos``, a tokenizers JSON file, a folder with tokenizer.json, or a hub
-            id.
+        tokenizer: ``bytes``, ``bytes+eos``, a tokenizers JSON file, a folder with tokenizer.json, or
+            a hub id.
         text_column: column of a dataset, or key of a JSON line, with the text.
         split: split of a Hugging Face dataset.
         seq_len: tokens per row of text, at least 2.

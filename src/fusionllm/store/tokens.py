@@ -89,8 +89,7 @@ def open_tokenizer(name: str, base_dir: Path) -> Tokenizer:
 
     Args:
         name: ``bytes`` (256 ids), ``bytes+eos`` (257), a tokenizers JSON file, a folder with
-            ``tokenizer.json``, or a
-            hub id; paths are relative to ``base_dir``.
+            ``tokenizer.json``, or a hub id; paths are relative to ``base_dir``.
         base_dir: folder of the config file.
 
     Raises:
