@@ -369,8 +369,8 @@ def table(result: dict[str, Any]) -> str:
         )
     lines.append(f"memory grown: {result['rss_growth_mib']:.1f} MiB")
     lines.append(
-        f"{result['reconnects']} connections cut: {result['lost']} messages lost, "
-        f"{result['duplicates']} duplicates, {result['damaged']} damaged, {result['resent_bytes'] / MIB:.1f} MiB sent again"
+        f"{result['reconnects']} connections cut: {result['lost']} messages lost, {result['duplicates']} duplicates"
+        f", {result['damaged']} damaged, {result['resent_bytes'] / MIB:.1f} MiB sent again"
     )
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
-"""The conformance kit that every transport passes, under a real ``Endpoint``. One joins with a line in ``CASES``.
+"""The conformance kit that every transport passes, under an ``Endpoint``; join with a line in ``CASES``.
 
-A check is a coroutine function of a ``Net``; ``tests/transport/test_conformance.py`` runs every check on every case.
+A check is a coroutine function of a ``Net``; ``tests/transport/test_conformance.py`` runs each on every case.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ async def check_who_is_not_expected_is_refused(net: Net) -> None:
     stranger = await net.node("stranger")
     stranger.endpoint.expect({"b": b.address and PeerAddress(HOST, b.address.port, dial=True)})
     with pytest.raises(
-        LinkBroken, match="stranger got no link to b at 127.0.0.1:.*b does not expect stranger"
+        LinkBroken, match=r"stranger got no link to b at 127.0.0.1:.*b does not expect stranger"
     ):
         await stranger.endpoint.connect("b", 0.5)
     a.endpoint.send_nowait("b", b"still works", b"")
@@ -186,7 +186,7 @@ async def check_another_name_at_the_address_is_refused(net: Net) -> None:
     a, b = await net.node("a"), await net.node("b")
     b.endpoint.expect({"a": None})
     a.endpoint.expect({"c": b.address})
-    with pytest.raises(LinkBroken, match="a got no link to c at .*'b'.*'c'"):
+    with pytest.raises(LinkBroken, match=r"a got no link to c at .*'b'.*'c'"):
         await a.endpoint.connect("c", 0.5)
 
 

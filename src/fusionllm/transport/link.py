@@ -258,5 +258,7 @@ class Link:
                 self.offer(await self._transport.dial(address, self.session.peer), self.session.name)
             except LinkError as error:
                 if str(error) != self.last_error:
-                    self.last_error = str(error)
                     log.warning("%s: %s", self.session.name, error)
+                self.last_error = str(error)
+                if self._wire is None:
+                    self.handle(machine.WireLost(self._loop.time(), self.last_error))
