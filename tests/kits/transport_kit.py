@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from fusionllm.errors import LinkBroken, LinkClosed, LinkError, RemoteProtocolError, StallError, UserError
 from fusionllm.protocol.session import SessionConfig
 from fusionllm.transport import Endpoint, LinkShape, PeerAddress, issue_identity, make_authority
+from fusionllm.transport.link import Owner
 from fusionllm.transport.memory import MemoryHub, MemoryTransport
 from fusionllm.transport.tls_transport import TlsTransport
 
@@ -269,6 +271,39 @@ async def check_a_shape_can_change_while_bytes_flow(net: Net) -> None:
     a.endpoint.shape("b", None)
     await a.endpoint.drain(WAIT_S)
     assert [meta for _, meta, _ in b.received] == [b"%d" % index for index in range(30)]
+
+
+async def check_other_threads_may_send_and_consume(net: Net) -> None:
+    a, b = await net.pair(config=SessionConfig(window_bytes=100_000))
+    b.consume = False
+
+    def work() -> None:
+        for index in range(20):
+            a.endpoint.send_threadsafe("b", b"%d" % index, bytes(30_000))
+        for _ in range(20):
+            taken.acquire(timeout=WAIT_S)
+            b.endpoint.consumed_threadsafe("a", 30_000)
+
+    taken, b._on_message = (
+        threading.Semaphore(0),
+        lambda *message: (b.received.append(message), taken.release()),
+    )
+    b.endpoint._links["a"]._owner = Owner(b._on_message, lambda *_: None)
+    await asyncio.get_running_loop().run_in_executor(None, work)
+    await a.endpoint.drain(WAIT_S)
+    assert [meta for _, meta, _ in b.received] == [b"%d" % index for index in range(20)]
+
+
+async def check_a_new_address_is_dialled(net: Net) -> None:
+    a, b = await net.node("a"), await net.node("b")
+    a.endpoint.expect({"b": None})
+    b.endpoint.expect({"a": None})
+    a.endpoint.expect({"b": PeerAddress(HOST, 1)})
+    a.endpoint.send_nowait("b", b"queued early", b"")
+    a.endpoint.expect({"b": b.address})
+    await a.endpoint.connect("b", WAIT_S)
+    await a.endpoint.drain(WAIT_S)
+    assert [meta for _, meta, _ in b.received] == [b"queued early"]
 
 
 async def check_a_taken_port_is_named(net: Net) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import uvloop
 from tests.kits.transport_kit import CASES, CHECKS
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("case", CASES)
-def test_transport(case, check):
+@pytest.mark.parametrize(
+    ("case", "new_loop"),
+    [*((case, asyncio.new_event_loop) for case in CASES), ("tls", uvloop.new_event_loop)],
+)
+def test_transport(case, new_loop, check):
     async def run() -> None:
         net = CASES[case]()
         try:
@@ -18,4 +22,9 @@ def test_transport(case, check):
         finally:
             await net.close()
 
-    asyncio.run(run())
+    loop = new_loop()
+    try:
+        loop.run_until_complete(run())
+        loop.run_until_complete(asyncio.sleep(0))
+    finally:
+        loop.close()

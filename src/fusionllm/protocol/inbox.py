@@ -106,7 +106,13 @@ class Inbox:
             )
         if self._admit is not None:
             self._admit(chunk.meta, chunk.total)
-        message = self._partial[chunk.message_id] = Incoming(chunk.meta, self._recycler.take(chunk.total))
+        try:
+            buffer = self._recycler.take(chunk.total)
+        except MemoryError:
+            raise RemoteProtocolError(
+                f"message {chunk.message_id} of {chunk.total} bytes does not fit into this machine's memory"
+            ) from None
+        message = self._partial[chunk.message_id] = Incoming(chunk.meta, buffer)
         self._begun_cost += cost_of(chunk.total)
         return message
 

@@ -90,7 +90,7 @@ class Endpoint:
 
         The smaller name dials at once, the larger one after a second in vain; a side without the other's
         address (None) waits to be dialled, see ``PeerAddress.dial``. A peer whose session ended gets a new
-        one. A running session stays; a new address counts from its next session on.
+        one. A running session stays; a new address counts when it has to be dialled again.
         """
         self._loop = asyncio.get_running_loop()
         for peer in [peer for peer in self._links if peer not in peers]:
@@ -99,6 +99,8 @@ class Endpoint:
             link = self._links.get(peer)
             if link is None or link.session.ended is not None:
                 self._links[peer] = self._open(check_node_name(peer), address)
+            elif link.address != address:
+                link.readdress(address)
 
     async def connect(self, peer: str, timeout_s: float) -> None:
         """Wait until a session with ``peer`` is up.

@@ -63,7 +63,8 @@ class Link:
         self._waiters: set[asyncio.Future[None]] = set()
         self._wireless = asyncio.Event()
         self._ticker = self._loop.call_later(_TICK_S, self._tick)
-        self._dialler = self._loop.create_task(self._keep_dialling()) if self._may_dial() else None
+        self._dialler: asyncio.Task[None] | None = None
+        self.readdress(address)
 
     # --- for the endpoint -------------------------------------------------------------------------
 
@@ -106,6 +107,12 @@ class Link:
         self.handle(machine.WireUp(self._attached_s))
         self._wire.start(self)
         self._pump()
+
+    def readdress(self, address: PeerAddress | None) -> None:
+        """Dial there from now on; a wire that is up stays."""
+        self.address = address
+        if self._dialler is None and address is not None and address.dial is not False:
+            self._dialler = self._loop.create_task(self._keep_dialling())
 
     def reshape(self, shape: LinkShape | None) -> None:
         self.shape = shape
@@ -178,8 +185,9 @@ class Link:
                 self._was_ready = True
                 self._wake_waiters()
             elif isinstance(command, machine.CloseWire):
-                log.warning(
-                    "%s: closing the wire to %s: %s", self.session.name, self.session.peer, command.reason
+                level = logging.WARNING if command.reason != self.last_error else logging.DEBUG
+                log.log(
+                    level, "%s: wire to %s closed: %s", self.session.name, self.session.peer, command.reason
                 )
                 self._close_wire(command.farewell, command.reason)
             else:
@@ -229,9 +237,6 @@ class Link:
         self._ticker = self._loop.call_later(_TICK_S, self._tick)
         self.handle(machine.Tick(self._loop.time()))
 
-    def _may_dial(self) -> bool:
-        return self.address is not None and self.address.dial is not False
-
     async def _wait_until_wireless(self) -> bool:
         """Wait while there is a wire (the heartbeat bounds that). Returns whether there was one."""
         had_wire = self._wire is not None
@@ -241,17 +246,17 @@ class Link:
         return had_wire
 
     async def _keep_dialling(self) -> None:
-        address = self.address
-        assert address is not None
-        peer_dials_first = self.session.peer < self.session.name and not address.dial
-        grace_s = _GRACE_S if peer_dials_first else 0.0
+        peer_is_smaller = self.session.peer < self.session.name
         backoff_s, wait_s = _BACKOFF_S[0], 0.0
         while True:
             if await self._wait_until_wireless() and self._was_ready:
                 backoff_s, self._was_ready = _BACKOFF_S[0], False
                 wait_s = backoff_s
-            await asyncio.sleep(grace_s + wait_s * (0.5 + random.random()))
-            if await self._wait_until_wireless():
+            patient = peer_is_smaller and not (self.address and self.address.dial)
+            await asyncio.sleep(patient * _GRACE_S + wait_s * (0.5 + random.random()))
+            address = self.address
+            if await self._wait_until_wireless() or address is None:
+                wait_s = backoff_s
                 continue
             wait_s, backoff_s = backoff_s, min(backoff_s * 2, _BACKOFF_S[1])
             try:

@@ -20,7 +20,7 @@ from fusionllm.units import KIB
 LINGER_S = 1.0
 _RECORD_BYTES = 16 * KIB  # the most plaintext in one TLS record
 _SMALL_BYTES = 4 * KIB
-_STEP_BYTES = 64 * KIB
+_STEP_BYTES = 128 * KIB
 _SEND_BYTES = _STEP_BYTES + KIB  # encrypted: each record adds 22 bytes
 _READ_BYTES = 1024 * KIB  # the fewer wake-ups the better: 256 KiB costs 15 % more
 _ROOM_BYTES = 256 * KIB
@@ -140,7 +140,7 @@ class TlsWire:
         read, size, filled = self._tls.read, len(target), 0
         try:
             while filled < size:
-                num_bytes: Any = read(size - filled, target[filled:])
+                num_bytes: Any = read(size - filled, target[filled:] if filled else target)
                 if num_bytes == 0:
                     self._fail("the peer closed the connection")
                     return filled, False
