@@ -130,9 +130,12 @@ class Session:
     @property
     def wants_write(self) -> bool:
         """Whether ``Writable`` would write something."""
-        return self._has_wire and (
-            bool(self._control) or (self._ready and (self._credit_due or self.outbox.can_send()))
-        )
+        if not self._ready:
+            return self._has_wire and bool(self._control)
+        return bool(self._control) or self.outbox.can_send() or self._credit_wanted()
+
+    def _credit_wanted(self) -> bool:
+        return self._credit_due or self.inbox.news_is_due()
 
     def handle(self, event: Event) -> list[Command]:
         """Advance by one event. Returns the commands to perform in order; after ``End`` always none."""
@@ -217,7 +220,6 @@ class Session:
         if message is None:
             return []
         self._violations = 0
-        self._credit_due = True
         return [Deliver(message.meta, message.buffer)]
 
     def _on_control(self, header: Header, now_s: float) -> list[Command]:
@@ -287,7 +289,6 @@ class Session:
 
     def _consumed(self, event: Consumed) -> list[Command]:
         self.inbox.consume(event.num_bytes)
-        self._credit_due |= self.inbox.credit_is_due()
         return []
 
     def _writable(self, event: Writable) -> list[Command]:
@@ -296,7 +297,7 @@ class Session:
         buffers: list[Any] = self._control
         self._control = []
         if self._ready:
-            if self._credit_due:
+            if self._credit_wanted():
                 self._credit_due = False
                 bitmap = self.inbox.delivered_bitmap()
                 buffers.append(encode_frame(Credit(self.inbox.announce(), self.inbox.next_in, bitmap)))
@@ -319,10 +320,10 @@ class Session:
             return self._close_wire(
                 now_s, f"nothing heard from {self.peer} for {now_s - self._heard_s:.1f} s"
             )
+        self._credit_due |= self.inbox.has_news()
         if self._ready and now_s - self._pinged_s >= config.ping_s:
             self._pinged_s = now_s
             self._control.append(encode_frame(Ping(max(0, int(now_s * 1e6)))))
-            self._credit_due = True
         return []
 
     def _shut(self, event: Shut) -> list[Command]:

@@ -149,8 +149,10 @@ class Link:
 
     def received(self, num_bytes: int) -> None:
         self._bytes_received += num_bytes
+        outbox = self.session.outbox
+        queued = len(outbox)
         self.handle(machine.Received(num_bytes, self._loop.time()))
-        if self._waiters:
+        if self._waiters and len(outbox) != queued:
             self._wake_waiters()
 
     def writable(self) -> None:
