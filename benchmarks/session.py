@@ -348,18 +348,18 @@ def run(argv: list[str]) -> dict[str, Any]:
     Keys: ``ratio`` (session over plain, the worst size), ``rss_growth_mib``, ``lost``, ``duplicates``.
     """
     parser = argparse.ArgumentParser(prog="benchmarks session", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds per kind and size")
-    parser.add_argument("--round-mib", type=int, default=512, help="MiB sent per measurement")
+    parser.add_argument("--rounds", type=int, default=25, help="measured rounds per kind and size")
+    parser.add_argument("--round-mib", type=int, default=128, help="MiB sent per measurement")
     parser.add_argument("--messages", type=int, default=10_000, help="messages of 64 KiB in the memory test")
     parser.add_argument(
         "--cut-messages", type=int, default=200, help="messages of 1 MiB while connections are cut"
     )
     parser.add_argument(
-        "--small", action="store_true", help="a quick look: 3 rounds of 128 MiB, 2,000 messages"
+        "--small", action="store_true", help="a quick look: 5 rounds of 64 MiB, 2,000 messages"
     )
     options = parser.parse_args(argv)
     if options.small:
-        options.rounds, options.round_mib, options.messages, options.cut_messages = 3, 128, 2000, 40
+        options.rounds, options.round_mib, options.messages, options.cut_messages = 5, 64, 2000, 40
     return dict(_run_loop(_measure(options)))
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 
 from fusionllm.errors import LocalProtocolError, RemoteProtocolError
 from fusionllm.protocol.frames import (
+    HEAD_BYTES,
     MAX_CHUNK_BYTES,
     MAX_HEADER_BYTES,
     MAX_META_BYTES,
@@ -99,7 +100,7 @@ def prefix(magic=b"FL", version=PROTOCOL_VERSION, kind=2, header_bytes=5, reserv
 )
 def test_hostile_bytes_end_in_an_error_that_names_them(stream, message):
     with pytest.raises(RemoteProtocolError, match=message):
-        feed(stream, [len(stream)])
+        feed(stream.ljust(HEAD_BYTES, b"\0"), [len(stream)])
 
 
 def test_our_own_oversized_frames_are_our_error():

@@ -295,7 +295,7 @@ def wired(frames: bytes = b"", **options) -> Side:
         (encode_frame(Credit(0, 1, b"\x04")), "acknowledges message 3"),
         (encode_frame(Credit(99, 1)), "acknowledges message 0 and 99 bytes"),
         (hello(), "a second Hello"),
-        (b"GET / HTTP/1.1\r\n", "it starts with b'GE'"),
+        (b"GET / HTTP/1.1\r\n" + bytes(64), "it starts with b'GE'"),
     ],
 )
 def test_hostile_frames_close_the_wire_and_are_named(frame, message):

@@ -124,7 +124,7 @@ def test_garbage_after_the_handshake_ends_the_session_with_a_clear_error():
         b.endpoint.expect({"a": None})
         context = client_context(issue_identity(AUTHORITY, "a"))
         _, writer = await asyncio.open_connection(HOST, b.address.port, ssl=context, server_hostname="")
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
         await until(lambda: b.lost)
         assert "it starts with b'GE'" in str(b.lost[0][1])
         writer.close()

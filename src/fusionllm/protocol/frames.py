@@ -1,13 +1,12 @@
 """Frames: what travels inside a wire, and the incremental reader that trusts no length.
 
 A frame is a 12-byte prefix (magic, protocol version, kind, header length, payload length), a msgpack header
-and, for ``Data`` only, a payload of raw bytes. Pure: no clock, no socket, no session state. It sits between
-the session machine and the ordered byte stream of ``transport``.
+and, for ``Data`` only, a payload of raw bytes; prefix and header are padded to 64 bytes. Pure: no clock, no
+socket, no session state. It sits between the session machine and the ordered byte stream of ``transport``.
 
 Payload bytes land where the owner says (``place``), so a tensor arrives in its own buffer without another
-copy.
-Nothing is allocated here by a length that came from the peer: prefix and header share one scratch buffer of
-    fixed size.
+copy. Nothing is allocated here by a length that came from the peer: prefix and header share one scratch
+buffer of fixed size.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ PROTOCOL_VERSION = 1
 MAGIC = b"FL"
 #: magic, version, kind, header bytes, reserved (zero), payload bytes
 PREFIX = struct.Struct("<2sBBHHI")
+#: Prefix and header together are padded to this, so that nearly every frame's are read in one go.
+HEAD_BYTES = 64
 MAX_HEADER_BYTES = 4096
 MAX_CHUNK_BYTES = 256 * KIB
 #: Meta travels in the header of a message's first chunk; the rest of that header takes at most 48 bytes.
@@ -133,7 +134,7 @@ def encode_frame(header: Header, payload_bytes: int = 0) -> bytes:
             f"{payload_bytes} bytes (limit {MAX_CHUNK_BYTES})"
         )
     prefix = PREFIX.pack(MAGIC, PROTOCOL_VERSION, _KIND_OF[type(header)], len(encoded), 0, payload_bytes)
-    return prefix + encoded
+    return (prefix + encoded).ljust(HEAD_BYTES, b"\0")
 
 
 def goodbye(reason: str, final: bool) -> bytes:
@@ -166,15 +167,17 @@ class FrameReader:
 
     def __init__(self, place: Callable[[Data, int], memoryview]) -> None:
         self._place = place
-        self._scratch = memoryview(bytearray(MAX_HEADER_BYTES))
+        self._scratch = memoryview(bytearray(PREFIX.size + MAX_HEADER_BYTES))
+        self._head = self._scratch[:HEAD_BYTES]
+        self._header_end = 0
         self._kind = 0
         self._payload_bytes = 0
         self._header: Header | None = None
-        self._await_prefix()
+        self._await_head()
 
-    def _await_prefix(self) -> None:
+    def _await_head(self) -> None:
         self._state = 0
-        self._target = self._scratch[: PREFIX.size]
+        self._target = self._head
         self._filled = 0
 
     def get_buffer(self) -> memoryview:
@@ -195,8 +198,10 @@ class FrameReader:
             return None
         if self._state == 0:
             self._read_prefix()
-            return None
-        if self._state == 1:
+            if self._header_end > HEAD_BYTES:
+                self._state, self._target, self._filled = 1, self._scratch[HEAD_BYTES : self._header_end], 0
+                return None
+        if self._state < 2:
             header = self._decode()
             payload_bytes = self._payload_bytes
             payload = self._place(header, payload_bytes) if isinstance(header, Data) else self._scratch[:0]
@@ -204,15 +209,15 @@ class FrameReader:
                 self._header = header
                 self._state, self._target, self._filled = 2, payload, 0
                 return None
-            self._await_prefix()
+            self._await_head()
             return header, payload
         payload, whole = self._target, self._header
         assert whole is not None
-        self._await_prefix()
+        self._await_head()
         return whole, payload
 
     def _read_prefix(self) -> None:
-        magic, version, kind, header_bytes, reserved, payload_bytes = PREFIX.unpack(self._target)
+        magic, version, kind, header_bytes, reserved, payload_bytes = PREFIX.unpack_from(self._head)
         if magic != MAGIC:
             raise RemoteProtocolError(f"not a frame: it starts with {magic!r}, frames start with {MAGIC!r}")
         if version != PROTOCOL_VERSION:
@@ -233,12 +238,11 @@ class FrameReader:
                 f"{KINDS[kind].__name__} frame with a payload of {payload_bytes} bytes; "
                 f"the limit is {MAX_CHUNK_BYTES} for Data and 0 for all others"
             )
-        self._kind, self._payload_bytes = kind, payload_bytes
-        self._state, self._target, self._filled = 1, self._scratch[:header_bytes], 0
+        self._kind, self._payload_bytes, self._header_end = kind, payload_bytes, PREFIX.size + header_bytes
 
     def _decode(self) -> Header:
         try:
-            return cast(Header, _DECODERS[self._kind].decode(self._target))
+            return cast(Header, _DECODERS[self._kind].decode(self._scratch[PREFIX.size : self._header_end]))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(
                 f"{KINDS[self._kind].__name__} frame with a bad header: {error}"

@@ -16,9 +16,9 @@ from itertools import accumulate
 
 from fusionllm.errors import RemoteProtocolError
 from fusionllm.protocol.frames import (
+    HEAD_BYTES,
     MAX_AHEAD,
     MAX_PARTIALS,
-    PREFIX,
     Data,
     checksum_of_pieces,
     encode_frame,
@@ -27,7 +27,7 @@ from fusionllm.protocol.frames import (
 #: Charged for each message on top of its payload, so that a flood of tiny messages is bounded too.
 MESSAGE_OVERHEAD_BYTES = 512
 #: Room left in a chunk for its own prefix and header, so that a whole frame fills whole TLS records.
-_FRAME_OVERHEAD_BYTES = PREFIX.size + 48
+_FRAME_OVERHEAD_BYTES = HEAD_BYTES
 
 
 class Outgoing:

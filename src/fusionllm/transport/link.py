@@ -70,7 +70,9 @@ class Link:
 
     def handle(self, event: Event) -> None:
         """Pass an event to the session, perform its commands, and write soon if it wants to."""
-        self._perform(self.session.handle(event))
+        commands = self.session.handle(event)
+        if commands:
+            self._perform(commands)
         if not self._pumping and self._wire is not None and self.session.wants_write:
             self._pumping = True
             self._loop.call_soon(self._pump)
@@ -150,9 +152,9 @@ class Link:
     def received(self, num_bytes: int) -> None:
         self._bytes_received += num_bytes
         outbox = self.session.outbox
-        queued = len(outbox)
+        delivered = outbox.messages_delivered
         self.handle(machine.Received(num_bytes, self._loop.time()))
-        if self._waiters and len(outbox) != queued:
+        if self._waiters and outbox.messages_delivered != delivered:
             self._wake_waiters()
 
     def writable(self) -> None:
