@@ -36,7 +36,7 @@ class Recycler:
         """A buffer of exactly that size, its content arbitrary."""
         if num_bytes < _SMALL_BYTES or num_bytes > self._limit_bytes:
             return bytearray(num_bytes)
-        # The youngest first, it may still be in the cache; no loop variable may hold a buffer, it would count.
+        # Youngest first, it may still be cached; no loop variable may hold a buffer, it would count.
         for index in reversed(range(len(self._kept))):
             if len(self._kept[index]) == num_bytes and _references(self._kept, index) == _UNHELD:
                 self._kept.append(self._kept.pop(index))

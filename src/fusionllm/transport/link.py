@@ -74,8 +74,7 @@ class Link:
         if commands:
             self._perform(commands)
         if not self._pumping and self._wire is not None and self.session.wants_write:
-            self._pumping = True
-            self._loop.call_soon(self._pump)
+            self._pump_soon()
 
     async def wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait for a condition that changes when bytes arrive or the link ends.
@@ -153,7 +152,11 @@ class Link:
         self._bytes_received += num_bytes
         outbox = self.session.outbox
         delivered = outbox.messages_delivered
-        self.handle(machine.Received(num_bytes, self._loop.time()))
+        commands = self.session.handle(machine.Received(num_bytes, self._loop.time()))
+        if commands:
+            self._perform(commands)
+        if not self._pumping and self._wire is not None:
+            self._pump_soon()  # once for all that came in together
         if self._waiters and outbox.messages_delivered != delivered:
             self._wake_waiters()
 
@@ -174,8 +177,11 @@ class Link:
                 return
             self._perform(self.session.handle(machine.Writable(room_bytes, self._loop.time())))
         if not self._pumping:
-            self._pumping = True
-            self._loop.call_soon(self._pump)
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        self._pumping = True
+        self._loop.call_soon(self._pump)
 
     def _perform(self, commands: list[Command]) -> None:
         for command in commands:
