@@ -67,9 +67,7 @@ def measure(spec: CodecSpec, x: Tensor, repeats: int, activation: Tensor | None 
         num_bytes += (sizes[0] - len(data)) // spec.core.integer("refresh")
     seen = compress.measure_distortion(x, decoded, num_bytes)
     encode_ms = median_ms(lambda: compress.encode(x, before, reference=reference), repeats)
-    decode_ms = median_ms(
-        lambda: compress.decode(data, spec, x.shape, "float32", reference=reference), repeats
-    )
+    decode_ms = median_ms(lambda: compress.decode(data, spec, x.shape, "float32", reference=reference), repeats)
     dense_gb = x.numel() * 4 / 1e9
     return {
         "codec": str(spec),
@@ -168,12 +166,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     """Measure. Returns ``topk1_*`` keys and ``codecs``, a list of one record per tensor and codec."""
     parser = argparse.ArgumentParser(prog="benchmarks codecs", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="timed calls per codec; the median counts")
-    parser.add_argument(
-        "--steps", type=int, default=60, help="training steps of the small GPT; 0 leaves it out"
-    )
-    parser.add_argument(
-        "--text", type=Path, default=Path("docs"), help="file or folder whose bytes are the text"
-    )
+    parser.add_argument("--steps", type=int, default=60, help="training steps of the small GPT; 0 leaves it out")
+    parser.add_argument("--text", type=Path, default=Path("docs"), help="file or folder whose bytes are the text")
     parser.add_argument("--model", help="folder of a Hugging Face causal language model")
     parser.add_argument("--codecs", nargs="*", default=list(LADDER), help="codecs in their text form")
     options = parser.parse_args(argv)
@@ -206,14 +200,10 @@ def top_1_percent(x: Tensor, repeats: int) -> dict[str, float]:
 
 
 def _read_text(path: Path) -> bytes:
-    files = (
-        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (".md", ".txt", ".py"))
-    )
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (".md", ".txt", ".py"))
     text = b"\n".join(file.read_bytes() for file in files)
     if len(text) < 4096:
-        raise SystemExit(
-            f"{path}: {len(text)} bytes of text are too few, 4096 are needed; pass --text FILE_OR_FOLDER"
-        )
+        raise SystemExit(f"{path}: {len(text)} bytes of text are too few, 4096 are needed; pass --text FILE_OR_FOLDER")
     return text
 
 

@@ -144,9 +144,7 @@ async def _receive_session(identity: Identity) -> None:
         else:
             finished.set()
 
-    endpoint = Endpoint(
-        "b", identity, on_message=on_message, on_peer_lost=lambda *_: finished.set(), config=_CONFIG
-    )
+    endpoint = Endpoint("b", identity, on_message=on_message, on_peer_lost=lambda *_: finished.set(), config=_CONFIG)
     endpoint.expect({"a": None})
     _, port = await endpoint.listen(_HOST)
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), command)
@@ -331,9 +329,7 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         await endpoint.close()
         for receiver in peers.values():
             receiver.stop()
-    medians = {
-        label: {kind: statistics.median(r) for kind, r in kinds.items()} for label, kinds in rates.items()
-    }
+    medians = {label: {kind: statistics.median(r) for kind, r in kinds.items()} for label, kinds in rates.items()}
     ratios = {label: _ratio(kinds, "session") for label, kinds in rates.items()}
     return {
         "gb_per_s": medians, "ratios": ratios, "ratio": min(ratios.values()),
@@ -351,12 +347,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=25, help="measured rounds per kind and size")
     parser.add_argument("--round-mib", type=int, default=128, help="MiB sent per measurement")
     parser.add_argument("--messages", type=int, default=10_000, help="messages of 64 KiB in the memory test")
-    parser.add_argument(
-        "--cut-messages", type=int, default=200, help="messages of 1 MiB while connections are cut"
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="a quick look: 5 rounds of 64 MiB, 2,000 messages"
-    )
+    parser.add_argument("--cut-messages", type=int, default=200, help="messages of 1 MiB while connections are cut")
+    parser.add_argument("--small", action="store_true", help="a quick look: 5 rounds of 64 MiB, 2,000 messages")
     options = parser.parse_args(argv)
     if options.small:
         options.rounds, options.round_mib, options.messages, options.cut_messages = 5, 64, 2000, 40

@@ -50,7 +50,9 @@ def parse_bandwidth_bytes_per_s(text: str) -> float:
     elif low.endswith("/s") and low[:-2] in _BYTES and low != "/s":
         rate = value * _BYTES[low[:-2]]
     else:
-        raise UserError(f"{text!r}: unknown rate unit {unit!r}; use Kbps, Mbps, Gbps (bits) or KB/s, MB/s, GB/s (bytes)")
+        raise UserError(
+            f"{text!r}: unknown rate unit {unit!r}; use Kbps, Mbps, Gbps (bits) or KB/s, MB/s, GB/s (bytes)"
+        )
     if rate <= 0:
         raise UserError(f"{text!r}: a rate must be above zero")
     return rate

@@ -153,9 +153,7 @@ def test_sizes_of_a_16_by_64_tensor(text: str, num_bytes: int) -> None:
 def test_paper_topk_is_a_third_of_its_name() -> None:
     shape = (4, 1024, 768)
     dense = dense_num_bytes(shape, "float32")
-    assert dense / wire_num_bytes(parse_codec("topk-paper:ratio=100"), shape, "float32") == pytest.approx(
-        33.3, 0.01
-    )
+    assert dense / wire_num_bytes(parse_codec("topk-paper:ratio=100"), shape, "float32") == pytest.approx(33.3, 0.01)
     assert dense / expected_num_bytes(parse_codec("topk:ratio=100"), shape, "float32") > 190
 
 

@@ -93,9 +93,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     """
     shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 17, 33]), max_size=3))
     dtype = draw(st.sampled_from(FLOAT_DTYPES))
-    scale = draw(
-        st.sampled_from([0.0, 1e-4, 1.0, 1e3] if dtype == "float16" else [0.0, 1e-40, 1e-20, 1.0, 1e20])
-    )
+    scale = draw(st.sampled_from([0.0, 1e-4, 1.0, 1e3] if dtype == "float16" else [0.0, 1e-40, 1e-20, 1.0, 1e20]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     if draw(st.booleans()):
@@ -188,9 +186,7 @@ def check_state_round_trip(case: CodecCase, x: torch.Tensor) -> None:
         data, state = encode_bytes(case, x, state)
         again, restored = encode_bytes(case, x, restored)
         assert data == again
-    assert all(
-        torch.equal(tensor, frozen[name]) for name, tensor in restored.load_state_dict(frozen).tensors.items()
-    )
+    assert all(torch.equal(tensor, frozen[name]) for name, tensor in restored.load_state_dict(frozen).tensors.items())
 
 
 def check_hostile(case: CodecCase, x: torch.Tensor, seed: int) -> None:

@@ -174,9 +174,7 @@ async def check_who_is_not_expected_is_refused(net: Net) -> None:
     a, b = await net.pair()
     stranger = await net.node("stranger")
     stranger.endpoint.expect({"b": b.address and PeerAddress(HOST, b.address.port, dial=True)})
-    with pytest.raises(
-        LinkBroken, match=r"stranger got no link to b at 127.0.0.1:.*b does not expect stranger"
-    ):
+    with pytest.raises(LinkBroken, match=r"stranger got no link to b at 127.0.0.1:.*b does not expect stranger"):
         await stranger.endpoint.connect("b", 0.5)
     a.endpoint.send_nowait("b", b"still works", b"")
     await a.endpoint.drain(WAIT_S)

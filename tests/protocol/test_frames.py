@@ -108,9 +108,7 @@ def test_our_own_oversized_frames_are_our_error():
         encode_frame(Data(1, 0, 0, 0, bytes(MAX_HEADER_BYTES)))
     with pytest.raises(LocalProtocolError, match="limit 262144"):
         encode_frame(Data(1, 0, 0, 0), MAX_CHUNK_BYTES + 1)
-    assert (
-        len(encode_frame(Data((1 << 63) - 1, 0, (1 << 63) - 1, (1 << 64) - 1, bytes(MAX_META_BYTES)))) <= 4108
-    )
+    assert len(encode_frame(Data((1 << 63) - 1, 0, (1 << 63) - 1, (1 << 64) - 1, bytes(MAX_META_BYTES)))) <= 4108
 
 
 def test_a_goodbye_always_fits():

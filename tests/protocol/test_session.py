@@ -21,9 +21,7 @@ CONFIG = SessionConfig(chunk_bytes=1100, window_bytes=9000, max_message_bytes=40
 class Side:
     """A session with the bytes it wrote that are still on their way."""
 
-    def __init__(
-        self, name: str, peer: str, incarnation: int = 1, epoch: int = 1, config=CONFIG, admit=None
-    ) -> None:
+    def __init__(self, name: str, peer: str, incarnation: int = 1, epoch: int = 1, config=CONFIG, admit=None) -> None:
         self.session = Session(name, peer, incarnation, epoch, config, 0.0, admit)
         self.on_the_way = bytearray()
         self.delivered: list[tuple[bytes, bytes]] = []
@@ -246,9 +244,7 @@ def test_credit_that_is_small_change_is_told_with_the_heartbeat():
     assert len(pair.b.delivered) == 3
 
 
-def hello(
-    node="b", incarnation=5, epoch=1, peer_incarnation=0, peer_epoch=0, next_in=1, consumed=0, partial=None
-):
+def hello(node="b", incarnation=5, epoch=1, peer_incarnation=0, peer_epoch=0, next_in=1, consumed=0, partial=None):
     return encode_frame(
         Hello(
             node,

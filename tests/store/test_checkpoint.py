@@ -19,9 +19,7 @@ from fusionllm.store.checkpoint import list_checkpoints, load_checkpoint, save_c
 from fusionllm.store.manifest import MANIFEST_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, CheckpointMeta
 from fusionllm.store.tensorfile import FILE_DTYPES, Blob, TensorFile, hash_file, write_tensors
 
-META = CheckpointMeta(
-    graph_hash="abc", seed=3, data_step=5, aliases={"lm_head.weight": "wte.weight"}, extra={"t": 5}
-)
+META = CheckpointMeta(graph_hash="abc", seed=3, data_step=5, aliases={"lm_head.weight": "wte.weight"}, extra={"t": 5})
 
 
 def blobs(value: int) -> tuple[dict[str, Blob], dict[str, Blob]]:
@@ -230,9 +228,7 @@ def test_missing(tmp_path):
 def test_another_model_or_other_data(tmp_path):
     save(tmp_path, 5)
     opened = load_checkpoint(tmp_path)
-    with pytest.raises(
-        CheckpointError, match="belongs to another model: its graph is abc, this run's is xyz"
-    ):
+    with pytest.raises(CheckpointError, match="belongs to another model: its graph is abc, this run's is xyz"):
         opened.require(graph_hash="xyz")
     with pytest.raises(CheckpointError, match="made with other data"):
         opened.require(graph_hash="abc", data_fingerprint="other")
@@ -245,9 +241,7 @@ def test_damage_names_the_file_and_the_way_out(tmp_path):
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
-    with pytest.raises(
-        CheckpointError, match=r"weights.safetensors was damaged.*resume from another one: step 4"
-    ):
+    with pytest.raises(CheckpointError, match=r"weights.safetensors was damaged.*resume from another one: step 4"):
         load_checkpoint(tmp_path).verify()
     weights.write_bytes(raw[:-1])
     with pytest.raises(CheckpointError, match=r"weights.safetensors has .* bytes, the manifest says"):

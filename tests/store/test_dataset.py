@@ -268,9 +268,7 @@ def test_bad_tokenizer(tmp_path, tokenizer, message):
 def test_tokenizer_folder_with_its_own_end_of_text(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((EXAMPLES / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "!"}}')
-    data = open_dataset(
-        DataConfig(tokenizer=".", seq_len=2), seed=0, base_dir=tmp_path, obj=["one two three"]
-    )
+    data = open_dataset(DataConfig(tokenizer=".", seq_len=2), seed=0, base_dir=tmp_path, obj=["one two three"])
     assert data.tokenizer.eos_id == data.encode("!")[0]
 
 

@@ -28,9 +28,7 @@ def test_an_existing_run_is_not_written_over(tmp_path):
     run = RunDir.create(tmp_path, "first")
     assert RunDir.create(tmp_path, "first") == run  # still empty: nothing would be lost
     run.write_config("")
-    with pytest.raises(
-        UserError, match=r"run 'first' exists in .*; resume it, choose another name, or remove"
-    ):
+    with pytest.raises(UserError, match=r"run 'first' exists in .*; resume it, choose another name, or remove"):
         RunDir.create(tmp_path, "first")
     assert RunDir.create(tmp_path, "first", resume=True) == run
     assert RunDir.open(tmp_path, "first") == run

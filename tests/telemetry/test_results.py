@@ -22,10 +22,7 @@ from fusionllm.telemetry.summary import build_summary, encode_summary
 
 RUN = [
     ValMetrics(step=0, loss=4.0, seconds=1.0),
-    *[
-        StepMetrics(step=n, loss=4 / n, tokens=100, seconds=0.5, link_bytes={"b->a": 3, "a->b": n})
-        for n in range(1, 5)
-    ],
+    *[StepMetrics(step=n, loss=4 / n, tokens=100, seconds=0.5, link_bytes={"b->a": 3, "a->b": n}) for n in range(1, 5)],
     Note(step=4, kind="sample", text="hi"),
     ValMetrics(step=4, loss=1.5, seconds=1.0),
 ]

@@ -30,9 +30,7 @@ def test_jsonl_resumes_after_a_step_and_drops_a_torn_line(tmp_path_factory, writ
     path.write_bytes(path.read_bytes() + torn)
     sink = JsonlSink(path, resume_step=resume_step)
     kept = read_events(path)
-    assert kept == [
-        e for n in range(1, min(written, resume_step) + 1) for e in (step(n), ValMetrics(step=n, loss=3.0))
-    ]
+    assert kept == [e for n in range(1, min(written, resume_step) + 1) for e in (step(n), ValMetrics(step=n, loss=3.0))]
     sink.write(step(99))
     sink.close()
     assert read_events(path) == [*kept, step(99)]

@@ -106,9 +106,7 @@ def test_a_client_without_a_certificate_or_with_old_tls_gets_nowhere():
         old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
         for context in (anonymous, old):
             with pytest.raises((ssl.SSLError, ConnectionError)):
-                reader, writer = await asyncio.open_connection(
-                    HOST, b.address.port, ssl=context, server_hostname=""
-                )
+                reader, writer = await asyncio.open_connection(HOST, b.address.port, ssl=context, server_hostname="")
                 try:
                     assert await asyncio.wait_for(reader.read(1), WAIT_S) != b""
                     raise ConnectionError("not closed")

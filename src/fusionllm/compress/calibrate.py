@@ -20,9 +20,7 @@ _WIDTH = 512
 _SMALL_ROWS, _LARGE_ROWS = 8, 512
 
 
-def measure_speed(
-    spec: CodecSpec, *, repeats: int = 5, clock: Callable[[], float] = time.perf_counter
-) -> CodecSpeed:
+def measure_speed(spec: CodecSpec, *, repeats: int = 5, clock: Callable[[], float] = time.perf_counter) -> CodecSpeed:
     """Time a codec on float32 data of 4 K and 262 K elements, on the CPU with the present thread count.
 
     Args:
@@ -37,9 +35,7 @@ def measure_speed(
     return CodecSpeed(encode_s, decode_s, max(0.0, fixed_s) / 2)
 
 
-def _median_times_s(
-    spec: CodecSpec, rows: int, repeats: int, clock: Callable[[], float]
-) -> tuple[float, float]:
+def _median_times_s(spec: CodecSpec, rows: int, repeats: int, clock: Callable[[], float]) -> tuple[float, float]:
     shape = (rows, _WIDTH)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     reference = _reference(spec, x)

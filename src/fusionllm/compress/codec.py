@@ -141,9 +141,7 @@ def from_bytes_view(data: memoryview, shape: Sequence[int], dtype: torch.dtype) 
     """The inverse: an own, writable copy. Raises RemoteProtocolError for another length."""
     expected = math.prod(shape) * dtype.itemsize
     if data.nbytes != expected:
-        raise RemoteProtocolError(
-            f"{data.nbytes} bytes cannot be {tuple(shape)} of {dtype}: that takes {expected}"
-        )
+        raise RemoteProtocolError(f"{data.nbytes} bytes cannot be {tuple(shape)} of {dtype}: that takes {expected}")
     if not expected:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(tuple(shape))

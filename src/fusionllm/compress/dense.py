@@ -23,9 +23,7 @@ from fusionllm.compress.codec import (
 from fusionllm.ir.codec import CodecSpec
 
 
-def _identity_encode(
-    x: Tensor, state: CodecState, reference: Reference
-) -> tuple[Payload, Mapping[str, Tensor]]:
+def _identity_encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload, Mapping[str, Tensor]]:
     return [to_bytes_view(x)], state.tensors
 
 

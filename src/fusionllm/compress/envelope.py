@@ -64,15 +64,11 @@ def unseal(data: bytes | bytearray | memoryview, specs: Iterable[CodecSpec]) -> 
     """
     view = memoryview(data).cast("B")
     if view.nbytes < HEADER_NUM_BYTES:
-        raise RemoteProtocolError(
-            f"{view.nbytes} bytes are no payload; its envelope alone takes {HEADER_NUM_BYTES}"
-        )
+        raise RemoteProtocolError(f"{view.nbytes} bytes are no payload; its envelope alone takes {HEADER_NUM_BYTES}")
     magic, version, wire_id, name, num_bytes, checksum = _HEADER.unpack_from(view)
     body = view[HEADER_NUM_BYTES:]
     if magic != _MAGIC or version != VERSION:
-        raise RemoteProtocolError(
-            f"payload envelope {magic!r} version {version}; this side speaks FC {VERSION}"
-        )
+        raise RemoteProtocolError(f"payload envelope {magic!r} version {version}; this side speaks FC {VERSION}")
     allowed = {(spec.format.wire_id, fingerprint(spec)): spec for spec in specs}
     spec = allowed.get((wire_id, name))
     if spec is None:
@@ -81,7 +77,5 @@ def unseal(data: bytes | bytearray | memoryview, specs: Iterable[CodecSpec]) -> 
     if body.nbytes != num_bytes:
         raise RemoteProtocolError(f"payload of {body.nbytes} bytes, but its envelope says {num_bytes}")
     if _checksum([body]) != checksum:
-        raise RemoteProtocolError(
-            f"payload of {num_bytes} bytes for {spec} fails its checksum; it was damaged"
-        )
+        raise RemoteProtocolError(f"payload of {num_bytes} bytes for {spec} fails its checksum; it was damaged")
     return spec, body

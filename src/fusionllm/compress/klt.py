@@ -156,9 +156,7 @@ def _open(
         return {"version": torch.tensor(version), **basis}, body[end:]
     if carries or not memory or int(memory["version"]) != version:
         have = int(memory["version"]) if memory else "none"
-        raise RemoteProtocolError(
-            f"payload of {spec} is coded in basis {version}, but this side holds {have}"
-        )
+        raise RemoteProtocolError(f"payload of {spec} is coded in basis {version}, but this side holds {have}")
     return memory, body
 
 
@@ -169,9 +167,7 @@ def _remember(
     return memory if num_rows * width == 0 else _open(payload, spec, width, memory)[0]
 
 
-def _decode(
-    payload: memoryview, spec: CodecSpec, shape: tuple[int, ...], dtype: str, reference: Reference
-) -> Tensor:
+def _decode(payload: memoryview, spec: CodecSpec, shape: tuple[int, ...], dtype: str, reference: Reference) -> Tensor:
     num_rows, width = rows_and_width(shape)
     if num_rows * width == 0:
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype])

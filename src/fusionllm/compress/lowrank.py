@@ -60,9 +60,7 @@ def _encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload
     return [to_bytes_view(left.bfloat16()), to_bytes_view((right * peak).bfloat16())], {"right": kept}
 
 
-def _decode(
-    payload: memoryview, spec: CodecSpec, shape: tuple[int, ...], dtype: str, reference: Reference
-) -> Tensor:
+def _decode(payload: memoryview, spec: CodecSpec, shape: tuple[int, ...], dtype: str, reference: Reference) -> Tensor:
     if torch.Size(shape).numel() == 0:
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
     (rows, width), rank = matrix_shape(shape), _rank(spec, shape)

@@ -108,8 +108,6 @@ def _rice_decode(raw: npt.NDArray[np.uint8], low_bits: int, count: int, numel: i
     unary = np.unpackbits(raw[low_bits * plane :], bitorder="little")
     stops = np.flatnonzero(unary)
     if stops.size != count or unary.size - (int(stops[-1]) + 1 if count else 0) >= 8:
-        raise RemoteProtocolError(
-            f"the unary stream holds {stops.size} positions, not {count}, or does not end there"
-        )
+        raise RemoteProtocolError(f"the unary stream holds {stops.size} positions, not {count}, or does not end there")
     gaps += (np.diff(stops, prepend=-1) - 1) << low_bits
     return np.cumsum(gaps + 1) - 1

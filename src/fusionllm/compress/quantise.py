@@ -72,9 +72,7 @@ def quantise(rows: Tensor, bits: int, *, clip: bool = False) -> tuple[Tensor, Te
     peak = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
     if bits in _LEVELS:
         levels = _LEVELS[bits]
-        top = (
-            torch.minimum(peak, _CLIP_RMS[bits] * row_rms(rows, peak)) if clip and bits in _CLIP_RMS else peak
-        )
+        top = torch.minimum(peak, _CLIP_RMS[bits] * row_rms(rows, peak)) if clip and bits in _CLIP_RMS else peak
         scale = ceil_bfloat16(top / levels)
         codes = (rows / _divisor(scale)).round_()
         codes = (codes.clamp_(-levels, levels) if clip else codes).to(torch.int8)

@@ -71,9 +71,7 @@ def codec_of(spec: CodecSpec) -> Codec:
 
 def _check_dtype(spec: CodecSpec, dtype: str) -> None:
     if not spec.is_lossless and dtype not in FLOATS:
-        raise UserError(
-            f"codec {spec} is lossy and takes floats, not {dtype}; ask ir.codec.fit_codec what travels"
-        )
+        raise UserError(f"codec {spec} is lossy and takes floats, not {dtype}; ask ir.codec.fit_codec what travels")
 
 
 def init(spec: CodecSpec, shape: Sequence[int], dtype: str) -> CodecState:
@@ -154,9 +152,7 @@ def decode(
     return codec_of(spec).decode(data, spec, tuple(shape), dtype, reference or _NO_REFERENCE)
 
 
-def support(
-    payload: bytes | bytearray | memoryview | Payload, spec: CodecSpec, shape: Sequence[int]
-) -> Tensor | None:
+def support(payload: bytes | bytearray | memoryview | Payload, spec: CodecSpec, shape: Sequence[int]) -> Tensor | None:
     """Flat positions (int64, increasing) that a sparse payload kept, or None where the codec keeps them all.
 
     Both ends of a link call it on the forward payload and give it to ``encode``/``decode`` of the gradient as

@@ -96,14 +96,10 @@ def _decode_rows(data: memoryview, num_rows: int, width: int, bits: int) -> Tens
 
 def _finite(rows: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
     limit = torch.finfo(torch.float32).max
-    return saturating_cast(
-        rows.nan_to_num_(nan=0.0, posinf=limit, neginf=-limit).view(shape), TORCH_DTYPES[dtype]
-    )
+    return saturating_cast(rows.nan_to_num_(nan=0.0, posinf=limit, neginf=-limit).view(shape), TORCH_DTYPES[dtype])
 
 
-def _hadamard_encode(
-    x: Tensor, state: CodecState, reference: Reference
-) -> tuple[Payload, Mapping[str, Tensor]]:
+def _hadamard_encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload, Mapping[str, Tensor]]:
     if x.numel() == 0:
         return [], state.tensors
     rows = x.reshape(rows_and_width(state.shape)).float()
@@ -123,9 +119,7 @@ def _outlier_init(spec: CodecSpec, shape: tuple[int, ...], dtype: str) -> dict[s
     return {"energy": torch.zeros(rows_and_width(shape)[1])}
 
 
-def _outlier_encode(
-    x: Tensor, state: CodecState, reference: Reference
-) -> tuple[Payload, Mapping[str, Tensor]]:
+def _outlier_encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload, Mapping[str, Tensor]]:
     if x.numel() == 0:
         return [], state.tensors
     rows = x.reshape(rows_and_width(state.shape)).float()

@@ -95,9 +95,7 @@ def _topk_support(payload: memoryview, spec: CodecSpec, shape: tuple[int, ...]) 
     count = _count(spec, shape)
     cut = payload.nbytes - values_num_bytes(count, spec.word("values"))
     if cut < 2:
-        raise RemoteProtocolError(
-            f"payload of {payload.nbytes} bytes is too short for {count} values of {spec}"
-        )
+        raise RemoteProtocolError(f"payload of {payload.nbytes} bytes is too short for {count} values of {spec}")
     numel = torch.Size(shape).numel()
     return torch.from_numpy(decode_positions(payload[0], payload[1], payload[2:cut], count, numel))
 
@@ -148,9 +146,7 @@ def _randomk_init(spec: CodecSpec, shape: tuple[int, ...], dtype: str) -> dict[s
     return {"message": torch.zeros((), dtype=torch.int64)}
 
 
-def _randomk_encode(
-    x: Tensor, state: CodecState, reference: Reference
-) -> tuple[Payload, Mapping[str, Tensor]]:
+def _randomk_encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload, Mapping[str, Tensor]]:
     message = int(state.tensors["message"])
     positions = stratified(message, _count(state.spec, state.shape), x.numel()).to(x.device)
     kept = x.reshape(-1)[positions]
@@ -181,9 +177,7 @@ def _mask(spec: CodecSpec, shape: tuple[int, ...], reference: Reference) -> Tens
     return positions
 
 
-def _same_mask_encode(
-    x: Tensor, state: CodecState, reference: Reference
-) -> tuple[Payload, Mapping[str, Tensor]]:
+def _same_mask_encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload, Mapping[str, Tensor]]:
     kept = x.reshape(-1)[_mask(state.spec, state.shape, reference).to(x.device)]
     require_finite(kept, state)
     return encode_values(kept, state.spec.word("values"), state), state.tensors

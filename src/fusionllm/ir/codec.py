@@ -120,9 +120,7 @@ def _write(value: Value) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def codec_spec(
-    name: str, parameters: Mapping[str, Value] | None = None, inner: CodecSpec | None = None
-) -> CodecSpec:
+def codec_spec(name: str, parameters: Mapping[str, Value] | None = None, inner: CodecSpec | None = None) -> CodecSpec:
     """Build a checked, normalised spec: defaults left out, parameters in declared order.
 
     Raises:
@@ -177,9 +175,7 @@ def verify_codec(spec: CodecSpec) -> None:
         for key, value in level.parameters:
             read = known[key].read(f"codec {level.name!r}: {key}", value)
             if read != value or type(read) is not type(value) or read == known[key].default:
-                raise UserError(
-                    f"codec {level.name!r}: {key}={value!r} is the default or not the normal form {read!r}"
-                )
+                raise UserError(f"codec {level.name!r}: {key}={value!r} is the default or not the normal form {read!r}")
         if level.format.wraps != (level.inner is not None):
             wants = "wraps another codec" if level.format.wraps else "wraps no other codec"
             raise UserError(
@@ -244,9 +240,7 @@ def adjoint_codec(spec: CodecSpec) -> CodecSpec | None:
     if spec.name == "zstd" and spec.inner is not None:
         return adjoint_codec(spec.inner)
     if spec.name in ("topk", "topk-paper", "randomk"):
-        shared = {
-            key: spec.value(key) for key in ("ratio", "scope", "values") if key in spec.format.parameters
-        }
+        shared = {key: spec.value(key) for key in ("ratio", "scope", "values") if key in spec.format.parameters}
         return codec_spec("same-mask", {"values": "float32", **shared})
     return None
 

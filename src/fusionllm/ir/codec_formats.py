@@ -121,9 +121,7 @@ def index_num_bytes_at_most(index: str, count: int, numel: int) -> int:
     sizes = {
         "int32": 4 * count,
         "bitmap": ceil_div(numel, 8),
-        "rice": min(
-            rice_num_bytes_at_most(count, numel, low_bits) for low_bits in rice_low_bits(count, numel)
-        ),
+        "rice": min(rice_num_bytes_at_most(count, numel, low_bits) for low_bits in rice_low_bits(count, numel)),
     }
     return min(sizes.values()) if index == "auto" else sizes[index]
 
@@ -179,9 +177,7 @@ def _topk_paper(value: Values, shape: Shape, dtype: str) -> int:
 
 
 def _same_mask(value: Values, shape: Shape, dtype: str) -> int:
-    return values_num_bytes(
-        kept_count(float(value("ratio")), str(value("scope")), shape), str(value("values"))
-    )
+    return values_num_bytes(kept_count(float(value("ratio")), str(value("scope")), shape), str(value("values")))
 
 
 def _randomk(value: Values, shape: Shape, dtype: str) -> int:
@@ -248,9 +244,7 @@ FORMATS: dict[str, Format] = {
         expected=sparse_expected_num_bytes,
     ),
     "topk-paper": Format(8, _topk_paper, {"ratio": _RATIO}),
-    "same-mask": Format(
-        9, _same_mask, {"ratio": _RATIO, "scope": _SCOPE, "values": _VALUES}, needs_reference=True
-    ),
+    "same-mask": Format(9, _same_mask, {"ratio": _RATIO, "scope": _SCOPE, "values": _VALUES}, needs_reference=True),
     "randomk": Format(10, _randomk, {"ratio": _RATIO, "values": _VALUES}),
     "powersgd": Format(11, _powersgd, {"rank": Parameter(4, 1, 4096)}),
     "ef": Format(12, lambda value, shape, dtype: 0, wraps=True),
@@ -262,9 +256,7 @@ FORMATS: dict[str, Format] = {
         lossless=True,
         exact_size=False,
     ),
-    "tangent": Format(
-        14, _tangent, {"centre": Parameter(0, choices=(0, 1))}, wraps=True, needs_reference=True
-    ),
+    "tangent": Format(14, _tangent, {"centre": Parameter(0, choices=(0, 1))}, wraps=True, needs_reference=True),
     "klt": Format(
         15,
         _klt,

@@ -77,9 +77,7 @@ def split_graph(graph: OpGraph, boundaries: Sequence[int]) -> list[OpGraph]:
     ops = anchored_ops(graph)
     edges = [0, *boundaries, len(ops)]
     if any(a >= b for a, b in zip(edges, edges[1:])):
-        raise PlanError(
-            f"boundaries {list(boundaries)} leave a stage of {len(ops)} operators empty; use fewer stages"
-        )
+        raise PlanError(f"boundaries {list(boundaries)} leave a stage of {len(ops)} operators empty; use fewer stages")
     stages = [_stage(graph, ops[a:b]) for a, b in zip(edges, edges[1:])]
     received = {v.id for stage in stages for v in stage.recv}
     return [
@@ -96,9 +94,7 @@ def _stage(graph: OpGraph, own: Sequence[Op]) -> OpGraph:
     owned_outs = {out for op in own for out in op.outs}
     wanted = {producer[next(o for o in op.outs if o != UNUSED)] for op in own}
     outside = (
-        {v.id for v in graph.inputs}
-        | {p.id for p in graph.params.values()}
-        | {b.id for b in graph.buffers.values()}
+        {v.id for v in graph.inputs} | {p.id for p in graph.params.values()} | {b.id for b in graph.buffers.values()}
     )
     # a stage ends with the outputs it owns; a free output (no parameter behind it) belongs to the stage of the loss
     outputs = [o for o in graph.outputs if o in owned_outs]

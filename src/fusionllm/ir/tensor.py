@@ -60,9 +60,7 @@ def _walk(node: ast.expr, text: str, symbols: Mapping[str, int] | None, names: s
         if symbols is None:
             return 1
         if node.id not in symbols:
-            raise GraphError(
-                f"dimension {text!r} needs symbol {node.id!r}; known: {', '.join(sorted(symbols))}"
-            )
+            raise GraphError(f"dimension {text!r} needs symbol {node.id!r}; known: {', '.join(sorted(symbols))}")
         return symbols[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_walk(node.operand, text, symbols, names)

@@ -230,9 +230,7 @@ class FrameReader:
                 f"unknown frame kind {kind} (flags {reserved}); known kinds are 1 to {len(KINDS)}"
             )
         if not 0 < header_bytes <= MAX_HEADER_BYTES:
-            raise RemoteProtocolError(
-                f"frame header of {header_bytes} bytes, allowed are 1 to {MAX_HEADER_BYTES}"
-            )
+            raise RemoteProtocolError(f"frame header of {header_bytes} bytes, allowed are 1 to {MAX_HEADER_BYTES}")
         if payload_bytes > (MAX_CHUNK_BYTES if kind == _DATA_KIND else 0):
             raise RemoteProtocolError(
                 f"{KINDS[kind].__name__} frame with a payload of {payload_bytes} bytes; "
@@ -244,6 +242,4 @@ class FrameReader:
         try:
             return cast(Header, _DECODERS[self._kind].decode(self._scratch[PREFIX.size : self._header_end]))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise RemoteProtocolError(
-                f"{KINDS[self._kind].__name__} frame with a bad header: {error}"
-            ) from None
+            raise RemoteProtocolError(f"{KINDS[self._kind].__name__} frame with a bad header: {error}") from None

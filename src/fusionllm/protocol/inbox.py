@@ -48,9 +48,7 @@ class Inbox:
             RemoteProtocolError.
     """
 
-    def __init__(
-        self, window_bytes: int, max_message_bytes: int, recycle_bytes: int, admit: Admit | None
-    ) -> None:
+    def __init__(self, window_bytes: int, max_message_bytes: int, recycle_bytes: int, admit: Admit | None) -> None:
         self.window_bytes, self.max_message_bytes = window_bytes, max_message_bytes
         self.next_in = 1
         self.consumed = 0
@@ -92,8 +90,7 @@ class Inbox:
     def _begin(self, chunk: Data) -> Incoming:
         if chunk.total > self.max_message_bytes:
             raise RemoteProtocolError(
-                f"message {chunk.message_id} of {chunk.total} bytes is over the limit of "
-                f"{self.max_message_bytes} bytes"
+                f"message {chunk.message_id} of {chunk.total} bytes is over the limit of {self.max_message_bytes} bytes"
             )
         if chunk.message_id >= self.next_in + MAX_AHEAD or len(self._partial) >= MAX_PARTIALS:
             raise RemoteProtocolError(
@@ -107,9 +104,7 @@ class Inbox:
                 f"{self.window_bytes} bytes are taken"
             )
         if chunk.offset:
-            raise RemoteProtocolError(
-                f"message {chunk.message_id} starts at byte {chunk.offset} instead of 0"
-            )
+            raise RemoteProtocolError(f"message {chunk.message_id} starts at byte {chunk.offset} instead of 0")
         if self._admit is not None:
             self._admit(chunk.meta, chunk.total)
         try:
@@ -156,8 +151,7 @@ class Inbox:
         """The application is done with ``num_bytes`` of delivered payload."""
         if not 0 <= num_bytes <= self._unconsumed_bytes:
             raise LocalProtocolError(
-                f"{num_bytes} bytes reported as consumed; "
-                f"delivered and unconsumed are {self._unconsumed_bytes}"
+                f"{num_bytes} bytes reported as consumed; delivered and unconsumed are {self._unconsumed_bytes}"
             )
         self._unconsumed_bytes -= num_bytes
         self._spare_consumed += num_bytes

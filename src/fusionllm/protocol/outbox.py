@@ -93,11 +93,7 @@ class Outbox:
         return bool(self._started) or self._can_start()
 
     def _can_start(self) -> bool:
-        if (
-            not self._waiting
-            or len(self._started) >= MAX_PARTIALS
-            or self._next_id >= self._next_in + MAX_AHEAD
-        ):
+        if not self._waiting or len(self._started) >= MAX_PARTIALS or self._next_id >= self._next_in + MAX_AHEAD:
             return False
         outstanding = self._started_cost - self._consumed
         return outstanding == 0 or outstanding + cost_of(self._waiting[0][2].total) <= self.window_bytes
@@ -131,13 +127,8 @@ class Outbox:
 
     def acknowledge(self, next_in: int, delivered: bytes, consumed: int) -> None:
         """Take the peer's absolute progress. Raises RemoteProtocolError for progress that cannot be."""
-        ahead = (
-            [k for k in range(len(delivered) * 8) if delivered[k >> 3] >> (k & 7) & 1] if delivered else []
-        )
-        if (
-            max(next_in - 1, next_in + ahead[-1] if ahead else 0) >= self._next_id
-            or consumed > self._started_cost
-        ):
+        ahead = [k for k in range(len(delivered) * 8) if delivered[k >> 3] >> (k & 7) & 1] if delivered else []
+        if max(next_in - 1, next_in + ahead[-1] if ahead else 0) >= self._next_id or consumed > self._started_cost:
             raise RemoteProtocolError(
                 f"the peer acknowledges message {next_in + ahead[-1] if ahead else next_in - 1} and "
                 f"{consumed} bytes; sent were {self._next_id - 1} messages and {self._started_cost} bytes"

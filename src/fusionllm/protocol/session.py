@@ -181,9 +181,7 @@ class Session:
 
     def _broken(self, reason: str, final: bool = True) -> list[Command]:
         """End by failure. ``final`` False: the peer's session is a fresh one and may try again."""
-        return self._end(
-            LinkBroken(f"{self.name}: link to {self.peer} broken: {reason}"), goodbye(reason, final)
-        )
+        return self._end(LinkBroken(f"{self.name}: link to {self.peer} broken: {reason}"), goodbye(reason, final))
 
     # --- receiving --------------------------------------------------------------------------------
 
@@ -240,9 +238,7 @@ class Session:
         elif isinstance(header, Pong):
             sample_s = now_s - header.stamp / 1e6
             if sample_s >= 0:
-                self.rtt_s = (
-                    sample_s if self.rtt_s is None else min(sample_s, 0.75 * self.rtt_s + 0.25 * sample_s)
-                )
+                self.rtt_s = sample_s if self.rtt_s is None else min(sample_s, 0.75 * self.rtt_s + 0.25 * sample_s)
         return []
 
     def _on_hello(self, hello: Hello, now_s: float) -> list[Command]:
@@ -251,9 +247,7 @@ class Session:
         if hello.node != self.peer:
             raise RemoteProtocolError(f"it calls itself {hello.node!r}, its certificate says {self.peer!r}")
         if self._peer_incarnation not in (0, hello.incarnation):
-            return self._broken(
-                "the peer restarted (its incarnation changed), what it had received is gone", False
-            )
+            return self._broken("the peer restarted (its incarnation changed), what it had received is gone", False)
         if self._peer_epoch not in (0, hello.epoch):
             return self._broken("the peer gave the session up and opened another one", False)
         if hello.peer_incarnation == 0 and self._peer_knows_us:
@@ -317,9 +311,7 @@ class Session:
                 )
             return []
         if now_s - self._heard_s >= config.dead_s:
-            return self._close_wire(
-                now_s, f"nothing heard from {self.peer} for {now_s - self._heard_s:.1f} s"
-            )
+            return self._close_wire(now_s, f"nothing heard from {self.peer} for {now_s - self._heard_s:.1f} s")
         self._credit_due |= self.inbox.has_news()
         if self._ready and now_s - self._pinged_s >= config.ping_s:
             self._pinged_s = now_s

@@ -102,14 +102,11 @@ class Checkpoint:
         file = self._files.get(entry.file)
         if file is None:
             if entry.file not in self.manifest.files:
-                raise CheckpointError(
-                    f"{self.path}: tensor {name!r} is in {entry.file!r}, a file it does not list"
-                )
+                raise CheckpointError(f"{self.path}: tensor {name!r} is in {entry.file!r}, a file it does not list")
             file = self._files[entry.file] = TensorFile(self.path / entry.file)
         if file.spec(name) != (entry.dtype, entry.shape):
             raise CheckpointError(
-                f"{file.path}: tensor {name!r} is {file.spec(name)}, the manifest says "
-                f"{(entry.dtype, entry.shape)}"
+                f"{file.path}: tensor {name!r} is {file.spec(name)}, the manifest says {(entry.dtype, entry.shape)}"
             )
 
     def _read(self, name: str, index: dict[str, TensorEntry], what: str) -> Blob:
@@ -233,9 +230,7 @@ def _list(folder: Path) -> list[tuple[int, int, Path]]:
 def _choose(folder: Path, step: int | None) -> Path:
     known = dict(list_checkpoints(folder))
     if not known:
-        raise CheckpointError(
-            f"no checkpoint in {folder}; name a run's checkpoints folder, or start a new run"
-        )
+        raise CheckpointError(f"no checkpoint in {folder}; name a run's checkpoints folder, or start a new run")
     if step is not None and step not in known:
         steps = ", ".join(map(str, known))
         raise CheckpointError(f"no checkpoint of step {step} in {folder}; there are those of step {steps}")

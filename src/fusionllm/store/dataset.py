@@ -57,9 +57,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.seq_len < 2:
             raise UserError(f"data.seq_len is {self.seq_len}; a row needs at least 2 tokens to predict one")
         if not 0 <= self.val_fraction < 1:
-            raise UserError(
-                f"data.val_fraction is {self.val_fraction}; it must be at least 0 and below 1, as in 0.05"
-            )
+            raise UserError(f"data.val_fraction is {self.val_fraction}; it must be at least 0 and below 1, as in 0.05")
 
 
 class Dataset:
@@ -111,9 +109,7 @@ class Dataset:
             )
         return math.ceil(self.num_rows / global_batch)
 
-    def microbatches(
-        self, step: int, *, global_batch: int, microbatch_size: int
-    ) -> list[dict[str, np.ndarray]]:
+    def microbatches(self, step: int, *, global_batch: int, microbatch_size: int) -> list[dict[str, np.ndarray]]:
         """The microbatches of one step, each ``{column: [B, ...]}`` with 1 <= B <= microbatch_size.
 
         Args:
@@ -132,8 +128,7 @@ class Dataset:
         if microbatch_size < 1:
             raise UserError(f"a microbatch of {microbatch_size} rows is empty; use 1 or more")
         return [
-            self._train.take(rows[start : start + microbatch_size])
-            for start in range(0, len(rows), microbatch_size)
+            self._train.take(rows[start : start + microbatch_size]) for start in range(0, len(rows), microbatch_size)
         ]
 
     def step_rows(self, step: int, global_batch: int) -> list[int]:
@@ -162,9 +157,7 @@ class Dataset:
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise UserError(
-                "the data is rows of arrays, not text: there is no tokenizer to encode or decode with"
-            )
+            raise UserError("the data is rows of arrays, not text: there is no tokenizer to encode or decode with")
         return self.tokenizer
 
 
@@ -225,9 +218,7 @@ def _table(source: Documents | Rows, tokenizer: Tokenizer | None, config: DataCo
     if isinstance(source, Rows):
         return ArrayRows(source.rows, source.name)
     if tokenizer is None:
-        raise UserError(
-            f"{source.name} is text but the training data is rows of arrays; both must be of one kind"
-        )
+        raise UserError(f"{source.name} is text but the training data is rows of arrays; both must be of one kind")
     ids = tokenize(source.texts, tokenizer)
     if len(ids) < config.seq_len:
         raise UserError(

@@ -97,9 +97,7 @@ def read_manifest(path: Path, way_out: str) -> Manifest:
     file = path / MANIFEST_FILE
     try:
         if file.stat().st_size > _MAX_MANIFEST_NUM_BYTES:
-            raise CheckpointError(
-                f"{file} is larger than {_MAX_MANIFEST_NUM_BYTES} bytes: not a checkpoint's manifest"
-            )
+            raise CheckpointError(f"{file} is larger than {_MAX_MANIFEST_NUM_BYTES} bytes: not a checkpoint's manifest")
         raw = msgspec.json.decode(file.read_bytes())
         version = (raw.get("format"), raw.get("version")) if isinstance(raw, dict) else None
         if version != (FORMAT, VERSION):

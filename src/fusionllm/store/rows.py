@@ -97,8 +97,7 @@ class ArrayRows:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"{self._name}: column {column!r} of row {index} is no array: {error}; give numbers of one "
-                f"shape"
+                f"{self._name}: column {column!r} of row {index} is no array: {error}; give numbers of one shape"
             ) from None
         if array.dtype == np.float64 and isinstance(value, (float, list, tuple)):
             array = array.astype(np.float32)

@@ -84,9 +84,7 @@ class RunDir:
             root.mkdir(parents=True, exist_ok=True)
             return cls(_make_numbered(root) if name is None else _make_named(root, name))
         except OSError as error:
-            raise UserError(
-                f"cannot make a run in {root}: {error.strerror or error}; choose another folder"
-            ) from error
+            raise UserError(f"cannot make a run in {root}: {error.strerror or error}; choose another folder") from error
 
     @classmethod
     def open(cls, root: Path, name: str | None = None) -> RunDir:

@@ -95,9 +95,7 @@ def wrap_object(obj: Any, name: str, text_column: str) -> Documents | Rows:
     if isinstance(first, str):
         return Documents(name, obj)
     if not isinstance(first, Mapping):
-        raise UserError(
-            f"{name}: row 0 is a {type(first).__name__}; a row is a text or a dict of column name to array"
-        )
+        raise UserError(f"{name}: row 0 is a {type(first).__name__}; a row is a text or a dict of column name to array")
     if isinstance(first.get(text_column), str):
         return Documents(name, _Column(obj, text_column, name))
     return _numeric_rows(obj, first, name, text_column)
@@ -133,17 +131,14 @@ class _Column(Sequence[str]):
         value = row.get(self._column)
         if value is not None and not isinstance(value, str):
             raise UserError(
-                f"{self._name}: row {index} has a {type(value).__name__} in column {self._column!r}, not a "
-                f"text"
+                f"{self._name}: row {index} has a {type(value).__name__} in column {self._column!r}, not a text"
             )
         return value or ""
 
 
 def _read_path(path: Path, source: str, text_column: str) -> Documents:
     if not path.exists():
-        raise UserError(
-            f"data.source {source!r}: no such file or folder{_nearest_entry(path)}; give {_FORMS}"
-        )
+        raise UserError(f"data.source {source!r}: no such file or folder{_nearest_entry(path)}; give {_FORMS}")
     texts: list[str] = []
     files = _files_in(path, source) if path.is_dir() else [path]
     for file in files:
@@ -221,11 +216,7 @@ def _nearest_entry(path: Path) -> str:
         names = []
     close = difflib.get_close_matches(missing, names, n=3, cutoff=0.5)
     where = f" ({missing!r} is not in {folder})"
-    return (
-        f"{where}; did you mean {' or '.join(repr(str(folder / name)) for name in close)}?"
-        if close
-        else where
-    )
+    return f"{where}; did you mean {' or '.join(repr(str(folder / name)) for name in close)}?" if close else where
 
 
 def _load_hub(source: str, split: str) -> Any:
@@ -236,8 +227,7 @@ def _load_hub(source: str, split: str) -> Any:
         import datasets
     except ImportError:
         raise UserError(
-            f"data.source {source!r} needs the 'datasets' package; install it with: "
-            f"pip install 'fusionllm[datasets]'"
+            f"data.source {source!r} needs the 'datasets' package; install it with: pip install 'fusionllm[datasets]'"
         ) from None
     try:
         return datasets.load_dataset(dataset, config or None, split=split)
@@ -253,9 +243,7 @@ def _call_python(source: str, base_dir: Path) -> Any:
     """Import the owner's module, looked for beside the config first, and call its function."""
     parts = source.split(":")
     if len(parts) != 3 or not all(parts):
-        raise UserError(
-            f"data.source {source!r}: write python:module:function, as in python:my_data:train_rows"
-        )
+        raise UserError(f"data.source {source!r}: write python:module:function, as in python:my_data:train_rows")
     _, module_name, function_name = parts
     sys.path.insert(0, str(base_dir.resolve()))
     try:
@@ -271,7 +259,6 @@ def _call_python(source: str, base_dir: Path) -> Any:
     if not callable(function):
         names = [name for name in vars(module) if not name.startswith("_")]
         raise UserError(
-            f"data.source {source!r}: {module_name!r} has no function {function_name!r}"
-            f"{nearest(function_name, names)}"
+            f"data.source {source!r}: {module_name!r} has no function {function_name!r}{nearest(function_name, names)}"
         )
     return function()

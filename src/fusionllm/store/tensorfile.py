@@ -196,9 +196,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, _Place], int]:
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_NUM_BYTES):
-        raise CheckpointError(
-            f"{path}: {size} bytes with a header of {length}: cut short or not a safetensors file"
-        )
+        raise CheckpointError(f"{path}: {size} bytes with a header of {length}: cut short or not a safetensors file")
     try:
         entries = msgspec.json.decode(file.read(length), type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
@@ -208,9 +206,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, _Place], int]:
     end = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if place.start != end:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} starts at byte {place.start}, the one before ends at {end}"
-            )
+            raise CheckpointError(f"{path}: tensor {name!r} starts at byte {place.start}, the one before ends at {end}")
         end += place.num_bytes
     if 8 + length + end != size:
         raise CheckpointError(
@@ -232,9 +228,7 @@ def _read_place(path: Path, name: str, raw: Any) -> _Place:
         raise CheckpointError(f"{path}: header entry of {name!r}: {error}") from None
     dtype = _OUR_DTYPES.get(entry.dtype)
     if dtype is None:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} has dtype {entry.dtype!r}; known: {', '.join(_OUR_DTYPES)}"
-        )
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {entry.dtype!r}; known: {', '.join(_OUR_DTYPES)}")
     start, end = entry.data_offsets
     num_bytes = math.prod(entry.shape) * DTYPES[dtype]
     if start < 0 or min(entry.shape, default=0) < 0 or end - start != num_bytes:

@@ -18,9 +18,7 @@ import msgspec
 from fusionllm.errors import UserError
 
 
-class StepMetrics(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="step"
-):
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="step"):
     """One training step.
 
     Attributes:
@@ -46,9 +44,7 @@ class StepMetrics(
     link_bytes: dict[str, int] = {}
 
 
-class ValMetrics(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="val"
-):
+class ValMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="val"):
     """One validation.
 
     Attributes:
@@ -72,9 +68,7 @@ class ValMetrics(
             return math.inf
 
 
-class Note(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="note"
-):
+class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="note"):
     """Something worth a line in the record: a text sample, a lost node, a new plan.
 
     Attributes:

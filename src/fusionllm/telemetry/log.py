@@ -24,9 +24,7 @@ class _Formatter(logging.Formatter):
     """Adds the node's name, and drops the package's name from the logger's."""
 
     def __init__(self, node: str) -> None:
-        super().__init__(
-            "%(asctime)s.%(msecs)03d %(levelname)-7s %(node)s  %(short)s: %(message)s", "%H:%M:%S"
-        )
+        super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(node)s  %(short)s: %(message)s", "%H:%M:%S")
         self._node = node
 
     def format(self, record: logging.LogRecord) -> str:

@@ -64,9 +64,7 @@ class JsonlSink:
             temporary.replace(path)  # in one step: a crash here leaves the old record or the new one
             self._file = path.open("ab")
         except OSError as error:
-            raise UserError(
-                f"cannot write {path}: {error.strerror or error}; choose another folder"
-            ) from error
+            raise UserError(f"cannot write {path}: {error.strerror or error}; choose another folder") from error
 
     def write(self, event: Event) -> None:
         self._file.write(encode_event(event) + b"\n")

@@ -66,9 +66,7 @@ class Endpoint:
         self._on_message, self._on_peer_lost, self._admit = on_message, on_peer_lost, admit
         if isinstance(transport, str):
             if transport not in TRANSPORTS:
-                raise LocalProtocolError(
-                    f"no transport {transport!r}; known: {', '.join(sorted(TRANSPORTS))}"
-                )
+                raise LocalProtocolError(f"no transport {transport!r}; known: {', '.join(sorted(TRANSPORTS))}")
             transport = TRANSPORTS[transport](name, identity)
         self._transport = transport
         self._links: dict[str, Link] = {}
@@ -115,13 +113,9 @@ class Endpoint:
             raise link.session.ended
         if not link.session.ready:
             where = f"at {link.address}" if link.address else "(no address: it must dial us)"
-            raise LinkBroken(
-                f"{self.name} got no link to {peer} {where} within {timeout_s:g} s: {link.last_error}"
-            )
+            raise LinkBroken(f"{self.name} got no link to {peer} {where} within {timeout_s:g} s: {link.last_error}")
 
-    def send_nowait(
-        self, peer: str, meta: bytes, payload: Buffer | Sequence[Buffer], priority: int = 1
-    ) -> None:
+    def send_nowait(self, peer: str, meta: bytes, payload: Buffer | Sequence[Buffer], priority: int = 1) -> None:
         """Queue a message. The payload is not copied: it must not change until it is delivered.
 
         Args:
@@ -142,18 +136,14 @@ class Endpoint:
             )
         link.handle(Post(meta, pieces, priority))
 
-    async def send(
-        self, peer: str, meta: bytes, payload: Buffer | Sequence[Buffer], priority: int = 1
-    ) -> None:
+    async def send(self, peer: str, meta: bytes, payload: Buffer | Sequence[Buffer], priority: int = 1) -> None:
         """Like ``send_nowait``, but waits while the queue is over its limit, as long as the link lives."""
         link, pieces = self._live(peer), _views(payload)
         num_bytes, limit = sum(len(piece) for piece in pieces), self.config.max_queue_bytes
         outbox = link.session.outbox
         await link.wait(
             lambda: (
-                not outbox.queued_bytes
-                or outbox.queued_bytes + num_bytes <= limit
-                or link.session.ended is not None
+                not outbox.queued_bytes or outbox.queued_bytes + num_bytes <= limit or link.session.ended is not None
             ),
             None,
         )
@@ -169,18 +159,14 @@ class Endpoint:
         """``consumed`` from any thread."""
         self._threadsafe(partial(self.consumed, peer, num_bytes))
 
-    def send_threadsafe(
-        self, peer: str, meta: bytes, payload: Buffer | Sequence[Buffer], priority: int = 1
-    ) -> None:
+    def send_threadsafe(self, peer: str, meta: bytes, payload: Buffer | Sequence[Buffer], priority: int = 1) -> None:
         """``send_nowait`` from any thread; a refusal is logged, ``on_peer_lost`` tells of a lost link."""
         self._threadsafe(partial(self._send_or_log, peer, meta, payload, priority))
 
     def shape(self, peer: str, shape: LinkShape | None) -> None:
         """Pace outgoing bytes to ``peer`` from now on; None: as fast as it goes."""
         if shape is not None and (shape.bandwidth_bytes_per_s <= 0 or shape.latency_s < 0):
-            raise LocalProtocolError(
-                f"link shape {shape}: the bandwidth must be above 0, the latency at least 0"
-            )
+            raise LocalProtocolError(f"link shape {shape}: the bandwidth must be above 0, the latency at least 0")
         self._shapes.pop(peer, None)
         if shape is not None:
             self._shapes[peer] = shape

@@ -196,9 +196,7 @@ class Link:
                 self._wake_waiters()
             elif isinstance(command, machine.CloseWire):
                 level = logging.WARNING if command.reason != self.last_error else logging.DEBUG
-                log.log(
-                    level, "%s: wire to %s closed: %s", self.session.name, self.session.peer, command.reason
-                )
+                log.log(level, "%s: wire to %s closed: %s", self.session.name, self.session.peer, command.reason)
                 self._close_wire(command.farewell, command.reason)
             else:
                 self._finish(command.error, command.farewell)

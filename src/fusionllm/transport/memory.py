@@ -153,9 +153,7 @@ class MemoryTransport:
     async def listen(self, host: str, port: int, on_wire: OnWire) -> tuple[str, int]:
         listeners = self._hub.listeners
         if port in listeners:
-            raise UserError(
-                f"port {port} on {host} is in use by {listeners[port][0]}; choose another, or 0 for any"
-            )
+            raise UserError(f"port {port} on {host} is in use by {listeners[port][0]}; choose another, or 0 for any")
         self._port = port or max(listeners, default=0) + 1
         listeners[self._port] = (self._name, on_wire)
         return host, self._port

@@ -46,9 +46,7 @@ class ShapedWire:
             return self._inner.room() if not self._line else 0
         chunk_bytes = int(self.shape.bandwidth_bytes_per_s * _AHEAD_S)
         ahead_s = self._free_s - self._loop.time()
-        overdue = (
-            bool(self._line) and self._line[0][0] < self._loop.time() - _AHEAD_S and self._inner.room() == 0
-        )
+        overdue = bool(self._line) and self._line[0][0] < self._loop.time() - _AHEAD_S and self._inner.room() == 0
         if overdue:
             return 0
         if ahead_s > _AHEAD_S:

@@ -48,9 +48,7 @@ class Authority(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def check_node_name(name: str) -> str:
     """The name, if it can stand in a certificate. Raises UserError."""
     if not NODE_NAME.fullmatch(name):
-        raise UserError(
-            f"{name!r} is no node name; use 1 to 63 of letters, digits, '.', '_', '-', and no sign first"
-        )
+        raise UserError(f"{name!r} is no node name; use 1 to 63 of letters, digits, '.', '_', '-', and no sign first")
     return name
 
 
@@ -77,9 +75,7 @@ def make_authority(common_name: str = "fusionllm", days: int = 3650) -> Authorit
     builder = _builder(name, name, key.public_key(), datetime.timedelta(days=days))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(usage, critical=True)
-    builder = builder.add_extension(
-        x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
-    )
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     certificate = builder.sign(key, hashes.SHA256())
     return Authority(certificate.public_bytes(serialization.Encoding.PEM), _key_pem(key))
 
@@ -167,9 +163,7 @@ def _context(protocol: ssl._SSLMethod, identity: Identity) -> ssl.SSLContext:
     return context
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: Any, lifetime: datetime.timedelta
-) -> x509.CertificateBuilder:
+def _builder(subject: x509.Name, issuer: x509.Name, key: Any, lifetime: datetime.timedelta) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.timezone.utc)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())

@@ -57,9 +57,7 @@ class TlsTransport:
             if listener is not None:
                 listener.close()
             if error.errno == errno.EADDRINUSE:
-                raise UserError(
-                    f"port {port} on {host} is in use; choose another, or 0 for any free one"
-                ) from None
+                raise UserError(f"port {port} on {host} is in use; choose another, or 0 for any free one") from None
             raise UserError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
         self._listener = listener
         self._spawn(self._accept_all(listener, on_wire))
@@ -124,9 +122,7 @@ class TlsTransport:
 
 async def _connect(loop: asyncio.AbstractEventLoop, address: PeerAddress) -> socket.socket:
     last: OSError = OSError(f"no address for {address.host}")
-    for family, kind, proto, _, target in await loop.getaddrinfo(
-        address.host, address.port, type=socket.SOCK_STREAM
-    ):
+    for family, kind, proto, _, target in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, proto)
         sock.setblocking(False)
         try:
