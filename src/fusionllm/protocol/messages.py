@@ -1,0 +1,312 @@
+"""What machines say to each other: the control plane's messages and the header of every tensor on the data plane.
+
+Pure: msgspec structs and their checks, no sockets. Control messages travel as msgpack over a WebSocket between the
+broker and everyone else; tensor headers are the `meta` of a Session message between two machines. Every field is
+checked here once, at the door; an unknown field, an unknown message or an over-long one is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, TypeVar
+
+import msgspec
+
+from fusionllm.errors import RemoteProtocolError, UserError
+from fusionllm.ir.plan import Plan
+
+#: Version of the control plane. A node of another version is refused at join with both numbers.
+CONTROL_VERSION = 1
+MAX_CONTROL_BYTES = 300 << 20
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+Role = Literal["node", "owner"]
+TensorKind = Literal["input", "activation", "gradient", "tied", "output", "weight", "optimizer", "step", "fetch", "done"]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of control messages: tagged with the class name."""
+
+
+class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An emulated link: outgoing bytes are paced to this rate and delayed by this much."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+
+class FenceLink(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An emulated link between two fences, both directions."""
+
+    fence_a: str
+    fence_b: str
+    shape: Shape
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a machine listens for tensors, and how the way to it is paced (None: as fast as the wire goes)."""
+
+    host: str
+    port: int
+    shape: Shape | None = None
+
+
+class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the broker needs to plan, and what it passes on unread (``optim``, ``compute``: JSON of that room's structs)."""
+
+    num_stages: int
+    partition: str
+    pipeline: str
+    num_microbatches: int
+    microbatch_size: int
+    num_steps: int
+    optim: bytes
+    compute: bytes
+    fence_links: tuple[FenceLink, ...] = ()
+    owner_fence: str = ""
+    stall_s: float = 60.0
+
+
+# everyone -> broker
+
+
+class Join(_Message):
+    version: int
+    role: Role
+    name: str
+    token: str
+    public_key_pem: bytes
+    fence: str = ""
+    backend: str = "torch"
+    opset: int = 1
+    versions: dict[str, str] = {}
+
+
+class Listening(_Message):
+    host: str
+    port: int
+
+
+class Leave(_Message):
+    reason: str
+
+
+# owner -> broker
+
+
+class Submit(_Message):
+    graph: bytes
+    options: JobOptions
+
+
+class EndJob(_Message):
+    job: str
+    reason: str = ""
+
+
+# node -> broker
+
+
+class StageReady(_Message):
+    job: str
+    stage_index: int
+
+
+class StageDone(_Message):
+    """The stage holds the gradients of a step. ``square_sum``: its share of the squared global norm."""
+
+    job: str
+    stage_index: int
+    seq: int
+    square_sum: float
+
+
+class StageFailed(_Message):
+    job: str
+    stage_index: int
+    message: str
+
+
+# broker -> everyone
+
+
+class Welcome(_Message):
+    name: str
+    cert_pem: bytes
+    ca_pem: bytes
+
+
+class Refused(_Message):
+    reason: str
+
+
+class Assign(_Message):
+    """A stage for a node: everything it needs but the weights, which the owner sends."""
+
+    job: str
+    stage_index: int
+    stage_nodes: tuple[str, ...]
+    owner: str
+    graph: bytes
+    producers: dict[str, int]
+    consumers: dict[str, tuple[int, ...]]
+    tied: dict[str, tuple[int, ...]]
+    peers: dict[str, Peer]
+    options: JobOptions
+
+
+class Planned(_Message):
+    """The owner's share of a plan: who runs what, and which inputs and tensors each stage wants."""
+
+    job: str
+    plan: Plan
+    inputs: tuple[tuple[str, ...], ...]
+    tensors: tuple[tuple[str, ...], ...]
+    loss_stage: int
+    peers: dict[str, Peer]
+
+
+class Start(_Message):
+    job: str
+
+
+class Commit(_Message):
+    job: str
+    seq: int
+    total_norm: float
+
+
+class JobFailed(_Message):
+    job: str
+    reason: str
+
+
+class Waiting(_Message):
+    """The job waits for machines: how many it needs, how many are idle."""
+
+    needed: int
+    idle: int
+
+
+Control = (
+    Join
+    | Listening
+    | Leave
+    | Submit
+    | EndJob
+    | StageReady
+    | StageDone
+    | StageFailed
+    | Welcome
+    | Refused
+    | Assign
+    | Planned
+    | Start
+    | Commit
+    | JobFailed
+    | Waiting
+)
+
+
+class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a payload on the data plane is.
+
+    Attributes:
+        job: id of the job, so that a late tensor of an earlier one is dropped.
+        seq: sequence number of the step (training and evaluation steps count on together).
+        microbatch_index: -1 where it has no meaning.
+        key: value id, parameter name, or optimizer tensor name.
+        dtype, shape, codec: of the dense value, and how the payload encodes it.
+    """
+
+    kind: TensorKind
+    job: str
+    seq: int
+    microbatch_index: int
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    codec: str = "identity"
+
+
+class StepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Payload of a ``step`` message: what the owner wants done next.
+
+    Attributes:
+        step: index of the training step from 0 (it seeds dropout and sets the learning rate).
+        rows: rows of each microbatch; a last short batch has fewer or smaller ones.
+        train: False for an evaluation step: forward only, nothing changes.
+    """
+
+    seq: int
+    step: int
+    rows: tuple[int, ...]
+    train: bool = True
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """All that joining needs, as one word: ``fusion1:HOST:PORT:FINGERPRINT:TOKEN``."""
+
+    host: str
+    port: int
+    fingerprint: str
+    token: str
+
+    def __str__(self) -> str:
+        return f"fusion1:{self.host}:{self.port}:{self.fingerprint}:{self.token}"
+
+
+_TICKET = re.compile(r"fusion(\d+):([A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:.]+\]):(\d{1,5}):([0-9a-f]{64}):([A-Za-z0-9_-]{8,128})")
+
+
+def parse_ticket(text: str) -> Ticket:
+    """Read a join ticket. Raises UserError naming what is wrong with it."""
+    match = _TICKET.fullmatch(text.strip())
+    if match is None:
+        raise UserError(
+            f"{text[:40]!r} is not a join ticket; copy the whole line that `fusionllm broker` prints, "
+            "it looks like fusion1:HOST:PORT:FINGERPRINT:TOKEN"
+        )
+    if match[1] != "1" or not 0 < int(match[3]) < 65536:
+        raise UserError(f"ticket of version {match[1]} and port {match[3]}; this program reads version 1, ports 1-65535")
+    return Ticket(match[2].strip("[]"), int(match[3]), match[4], match[5])
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_control = msgspec.msgpack.Decoder(Control)
+_decode_header = msgspec.msgpack.Decoder(TensorHeader)
+_decode_order = msgspec.msgpack.Decoder(StepOrder)
+_M = TypeVar("_M", bound=msgspec.Struct)
+
+
+def encode_message(message: msgspec.Struct) -> bytes:
+    """A control message, tensor header or step order as msgpack."""
+    return _encode(message)
+
+
+def _checked(decoder: msgspec.msgpack.Decoder[_M], data: bytes | memoryview, what: str) -> _M:
+    try:
+        return decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise RemoteProtocolError(f"bad {what}: {error}") from None
+
+
+def decode_control(data: bytes) -> Control:
+    """Read a control message from outside. Raises RemoteProtocolError."""
+    return _checked(_decode_control, data, "control message")  # type: ignore[type-var]
+
+
+def decode_header(data: bytes) -> TensorHeader:
+    """Read a tensor header from outside. Raises RemoteProtocolError."""
+    header = _checked(_decode_header, data, "tensor header")
+    if any(size < 0 for size in header.shape) or len(header.shape) > 16:
+        raise RemoteProtocolError(f"bad tensor header: shape {list(header.shape)[:17]}")
+    return header
+
+
+def decode_order(data: bytes | memoryview) -> StepOrder:
+    """Read a step order from outside. Raises RemoteProtocolError."""
+    order = _checked(_decode_order, data, "step order")
+    if not order.rows or min(order.rows) < 1 or order.step < 0 or len(order.rows) > 65536:
+        raise RemoteProtocolError(f"bad step order: step {order.step}, rows {list(order.rows)[:8]}")
+    return order
