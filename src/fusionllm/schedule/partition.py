@@ -1,0 +1,148 @@
+"""Partitioners: where to cut the sequence of anchored operators into stages.
+
+Pure decision: takes cuts and costs as numbers, knows no graph execution, device or link (``schedule`` and ``estimate``
+are strangers, so costs come in as arguments). On the path: CostTable -> **boundaries** -> `ir.cuts.split_graph`.
+
+Both partitioners share one rule. Around each balanced target lies a window of 30 % of a stage to either side. The cuts
+of fewest bytes in each window are the candidates, and among these the largest stage is made as small as possible. When
+a window holds no cut (few or very unequal operators), all cuts are candidates: any count up to the operators works.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+from fusionllm.errors import PlanError, UserError
+from fusionllm.ir.cuts import Cut, anchored_ops, list_cuts
+from fusionllm.ir.graph import OpGraph
+
+#: Half width of the window around a balanced target, in stages. Below 0.5, so that windows never overlap.
+WINDOW = 0.3
+
+Partitioner = Callable[[Sequence[Cut], Sequence[float], int], list[int]]
+
+
+def equal_number(cuts: Sequence[Cut], costs: Sequence[float], num_stages: int) -> list[int]:
+    """Stages of about the same number of operators. Of ``costs`` only the length is used."""
+    return equal_compute(cuts, [1.0] * len(costs), num_stages)
+
+
+def equal_compute(cuts: Sequence[Cut], costs: Sequence[float], num_stages: int) -> list[int]:
+    """Stages of about the same cost, cut where few bytes cross.
+
+    Args:
+        cuts: the legal cuts in order, as `ir.cuts.list_cuts` gives them.
+        costs: one number >= 0 per anchored operator, in any unit, e.g. forward FLOPs.
+        num_stages: at least 1.
+
+    Returns:
+        ``num_stages - 1`` increasing boundaries into the sequence of anchored operators.
+
+    Raises:
+        PlanError: more stages than there are operators, or places to cut.
+    """
+    if num_stages < 1:
+        raise PlanError(f"num_stages is {num_stages}; it must be at least 1")
+    if num_stages > len(cuts) + 1:
+        raise PlanError(
+            f"more stages than operators: {num_stages} stages, but the graph can be cut into at most {len(cuts) + 1}; "
+            f"lower num_stages to {len(cuts) + 1} or fewer"
+        )
+    if num_stages == 1:
+        return []
+    prefix = [0.0, *accumulate(float(c) for c in costs)]
+    if prefix[-1] <= 0:
+        prefix = [float(i) for i in range(len(costs) + 1)]
+    windows = _windows(cuts, prefix, num_stages)
+    if all(windows):
+        return _best_of_windows(windows, prefix)
+    return _smallest_bottleneck([c.boundary for c in cuts], prefix, num_stages)
+
+
+def _windows(cuts: Sequence[Cut], prefix: Sequence[float], num_stages: int) -> list[list[int]]:
+    """Per target, the boundaries of fewest bytes within the window."""
+    total = prefix[-1]
+    places = [prefix[c.boundary] for c in cuts]
+    windows = []
+    for k in range(1, num_stages):
+        low, high = total * (k - WINDOW) / num_stages, total * (k + WINDOW) / num_stages
+        inside = cuts[bisect_right(places, low) : bisect_right(places, high)]
+        least = min(((c.num_bytes, len(c.values)) for c in inside), default=None)
+        windows.append([c.boundary for c in inside if (c.num_bytes, len(c.values)) == least])
+    return windows
+
+
+def _best_of_windows(windows: Sequence[Sequence[int]], prefix: Sequence[float]) -> list[int]:
+    """One boundary per window: the largest stage as small as possible, then the most even (least sum of squares)."""
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for window in [*windows, [len(prefix) - 1]]:
+        best = {
+            end: min(
+                (max(top, cost := prefix[end] - prefix[start]), squares + cost * cost, (*path, end))
+                for start, (top, squares, path) in best.items()
+            )
+            for end in window
+        }
+    ((_, _, path),) = best.values()
+    return list(path[:-1])
+
+
+def _smallest_bottleneck(places: Sequence[int], prefix: Sequence[float], num_stages: int) -> list[int]:
+    """Any boundaries of ``places``: bisect the limit on a stage's cost, fill stages up to it from the front."""
+    sums = [prefix[b] for b in places]
+
+    def fill(limit: float) -> list[int] | None:
+        chosen: list[int] = []
+        start = 0.0
+        for k in range(1, num_stages):
+            first = chosen[-1] + 1 if chosen else 0
+            furthest = bisect_right(sums, start + limit) - 1
+            at = min(furthest, len(places) - (num_stages - k))
+            if at < first:
+                return None
+            chosen.append(at)
+            start = sums[at]
+        return chosen if prefix[-1] - start <= limit else None
+
+    low, high = prefix[-1] / num_stages, prefix[-1] * (1 + 1e-9)
+    found = fill(high)
+    assert found is not None  # every stage fits under the cost of the whole, and there are enough places
+    for _ in range(60):
+        middle = (low + high) / 2
+        if (better := fill(middle)) is not None:
+            found, high = better, middle
+        else:
+            low = middle
+    return [places[i] for i in found]
+
+
+#: Partitioners by the name used in a run's configuration.
+PARTITIONERS: dict[str, Partitioner] = {"equal-number": equal_number, "equal-compute": equal_compute}
+
+
+def partition_graph(
+    graph: OpGraph,
+    num_stages: int,
+    method: str,
+    symbols: Mapping[str, int],
+    costs: Sequence[float] | None = None,
+) -> list[int]:
+    """Boundaries for `ir.cuts.split_graph`.
+
+    Args:
+        method: a name of ``PARTITIONERS``.
+        symbols: concrete sizes to count bytes with, e.g. ``{"B": microbatch_size}``.
+        costs: cost of each anchored operator, e.g. `estimate.flops.anchored_flops`; without it all cost the same.
+
+    Raises:
+        UserError: unknown method. PlanError: more stages than operators, or costs for another graph.
+    """
+    partitioner = PARTITIONERS.get(method)
+    if partitioner is None:
+        raise UserError(f"unknown partitioner {method!r}; known: {', '.join(PARTITIONERS)}")
+    num_ops = len(anchored_ops(graph))
+    if costs is not None and len(costs) != num_ops:
+        raise PlanError(f"{len(costs)} costs for a graph of {num_ops} operators to distribute; give one per operator")
+    return partitioner(list_cuts(graph, symbols), [1.0] * num_ops if costs is None else costs, num_stages)
