@@ -1,0 +1,222 @@
+"""The broker's shell: one WebSocket server around the membership and job machines.
+
+Owns the loop's side effects: certificates, clock, sockets, deadlines. Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+
+from fusionllm.broker.planning import PlannedJob, check_options, plan_job
+from fusionllm.errors import AdmissionError, FusionError, LinkError, ProtocolError
+from fusionllm.ir.graph import decode_graph
+from fusionllm.protocol import messages as m
+from fusionllm.protocol.job import CommitStep, FailJob, JobCommand, JobMachine, StartJob
+from fusionllm.protocol.membership import Member, Membership
+from fusionllm.transport import fingerprint, issue_identity, make_authority, sign_node
+from fusionllm.transport.control import ControlChannel, serve_control
+
+log = logging.getLogger(__name__)
+JOIN_TIMEOUT_S = 30.0
+SEND_TIMEOUT_S = 30.0
+
+
+class _Job:
+    def __init__(self, job: str, owner: str, machine: JobMachine, stall_s: float) -> None:
+        self.job, self.owner, self.machine, self.stall_s = job, owner, machine, stall_s
+        self.last_progress_s = time.monotonic()
+
+
+class Broker:
+    """A broker on ``host:port``. ``advertise``: the host name written into the ticket."""
+
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, *, advertise: str | None = None, token_hours: float = 24.0
+    ) -> None:
+        self._host, self._port, self._advertise = host, port, advertise
+        self._token = secrets.token_urlsafe(24)
+        self._membership = Membership(self._token, time.monotonic() + token_hours * 3600)
+        self._channels: dict[str, ControlChannel] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._waiting: dict[str, m.Submit] = {}
+        self._next_job = 0
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> m.Ticket:
+        """Listen, and return the ticket that others join with. Raises UserError for a port in use."""
+        self._authority = make_authority("fusionllm broker", 3650)
+        identity = issue_identity(self._authority, "broker", 3650 * 86400)
+        self._server = await serve_control(self._host, self._port, identity, self._handle)
+        port = next(iter(self._server.sockets)).getsockname()[1]
+        self._watch = asyncio.ensure_future(self._watch_stalls())
+        return m.Ticket(self._advertise or self._host, port, fingerprint(identity.cert_pem), self._token)
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._server.close()
+        await self._server.wait_closed()
+
+    # one machine
+
+    async def _handle(self, channel: ControlChannel) -> None:
+        try:
+            member = await self._admit(channel)
+        except (FusionError, asyncio.TimeoutError) as error:
+            log.warning("refused a newcomer from %s: %s", channel.remote_host, error or "it said nothing")
+            return
+        reason = "its connection dropped"
+        try:
+            while True:
+                message = await channel.receive()
+                if isinstance(message, m.Leave):
+                    reason = f"it left ({message.reason})"
+                    break
+                await self._on_message(member.name, channel, message)
+        except LinkError as error:
+            reason = str(error)
+        except ProtocolError as error:
+            reason = str(error)
+            log.warning("%s broke the protocol: %s", member.name, error)
+            await channel.close("protocol error")
+        finally:
+            await self._gone(member.name, reason)
+
+    async def _admit(self, channel: ControlChannel) -> Member:
+        join = await channel.receive(JOIN_TIMEOUT_S)
+        try:
+            if not isinstance(join, m.Join):
+                raise AdmissionError(f"the first message was {type(join).__name__}, not Join")
+            member = self._membership.admit(join, time.monotonic())
+        except AdmissionError as error:
+            await channel.send(m.Refused(reason=str(error)))
+            await channel.close("refused")
+            raise
+        try:
+            cert = sign_node(self._authority, join.name, join.public_key_pem)
+        except (FusionError, ValueError):
+            self._membership.leave(join.name)
+            await channel.send(m.Refused(reason="the public key in Join is not a P-256 key in PEM"))
+            raise AdmissionError(f"{join.name} sent an unusable public key") from None
+        channel.peer = join.name
+        self._channels[join.name] = channel
+        await channel.send(m.Welcome(name=join.name, cert_pem=cert, ca_pem=self._authority.cert_pem))
+        log.info("%s %s joined from %s%s", join.role, join.name, channel.remote_host, f", fence {join.fence}" * bool(join.fence))
+        return member
+
+    async def _gone(self, name: str, reason: str) -> None:
+        member = self._membership.leave(name)
+        self._channels.pop(name, None)
+        self._waiting.pop(name, None)
+        log.info("%s is gone: %s", name, reason)
+        if member is not None and member.job in self._jobs:
+            job = self._jobs[member.job]
+            if name == job.owner:
+                await self._end(job, "its owner is gone")
+            else:
+                await self._perform(job, job.machine.handle_lost(name, reason))
+
+    async def _on_message(self, name: str, channel: ControlChannel, message: m.Control) -> None:
+        if isinstance(message, m.Listening):
+            self._membership.listening(name, message.host or channel.remote_host, message.port)
+            await self._try_waiting()
+        elif isinstance(message, m.Submit):
+            self._waiting[name] = message
+            await self._try_waiting()
+        elif isinstance(message, m.EndJob):
+            if (job := self._jobs.get(message.job)) is not None and job.owner == name:
+                await self._end(job, message.reason)
+        elif isinstance(message, (m.StageReady, m.StageDone, m.StageFailed)):
+            job = self._jobs.get(message.job)
+            if job is not None:
+                await self._perform(job, _step_job(job.machine, name, message))
+        else:
+            raise ProtocolError(f"{name} sent {type(message).__name__}, which only a broker sends")
+
+    # jobs
+
+    async def _try_waiting(self) -> None:
+        for owner, submit in list(self._waiting.items()):
+            idle = len(self._membership.idle_nodes())
+            if idle < submit.options.num_stages:
+                await self._send(owner, m.Waiting(needed=submit.options.num_stages, idle=idle))
+                continue
+            del self._waiting[owner]
+            await self._begin(owner, submit)
+
+    async def _begin(self, owner: str, submit: m.Submit) -> None:
+        self._next_job += 1
+        name = f"job{self._next_job}"
+        try:
+            check_options(submit.options)
+            nodes = self._membership.lease(owner, name, submit.options.num_stages) or []
+            # a large graph takes a while to cut; the loop goes on meanwhile
+            planned: PlannedJob = await asyncio.get_running_loop().run_in_executor(
+                None, lambda: plan_job(name, decode_graph(submit.graph), submit.options, nodes, self._membership.members[owner])
+            )
+        except FusionError as error:
+            self._membership.release(name)
+            await self._send(owner, m.JobFailed(job=name, reason=str(error)))
+            return
+        stage_nodes = tuple(node.name for node in nodes)
+        self._jobs[name] = _Job(name, owner, JobMachine(stage_nodes), submit.options.stall_s)
+        log.info("%s of %s on %s", name, owner, ", ".join(stage_nodes))
+        await self._send(owner, planned.owner)
+        for node, assign in planned.assignments.items():
+            await self._send(node, assign)
+
+    async def _perform(self, job: _Job, commands: list[JobCommand]) -> None:
+        job.last_progress_s = time.monotonic()
+        for command in commands:
+            if isinstance(command, StartJob):
+                await self._send(job.owner, m.Start(job=job.job))
+            elif isinstance(command, CommitStep):
+                commit = m.Commit(job=job.job, seq=command.seq, total_norm=command.total_norm)
+                for name in (*job.machine.stage_nodes, job.owner):
+                    await self._send(name, commit)
+            elif isinstance(command, FailJob):
+                log.error("%s failed: %s", job.job, command.reason)
+                await self._send(job.owner, m.JobFailed(job=job.job, reason=command.reason))
+                await self._end(job, command.reason)
+
+    async def _end(self, job: _Job, reason: str) -> None:
+        job.machine.ended = True
+        self._jobs.pop(job.job, None)
+        self._membership.release(job.job)
+        for name in job.machine.stage_nodes:
+            await self._send(name, m.EndJob(job=job.job, reason=reason))
+        log.info("%s ended%s", job.job, f": {reason}" if reason else "")
+        await self._try_waiting()
+
+    async def _send(self, name: str, message: object) -> None:
+        channel = self._channels.get(name)
+        if channel is None:
+            return
+        try:
+            await asyncio.wait_for(channel.send(message), SEND_TIMEOUT_S)
+        except (LinkError, asyncio.TimeoutError):
+            log.warning("could not reach %s", name)
+            with contextlib.suppress(LinkError, asyncio.TimeoutError):
+                await asyncio.wait_for(channel.close("unreachable"), 1.0)
+
+    async def _watch_stalls(self) -> None:
+        while True:
+            await asyncio.sleep(5.0)
+            for job in list(self._jobs.values()):
+                if job.machine._ready and time.monotonic() - job.last_progress_s > job.stall_s:
+                    job.last_progress_s = time.monotonic()
+                    log.warning("%s has not moved for %.0f s: the job %s", job.job, job.stall_s, job.machine.waiting_for())
+
+
+def _step_job(
+    machine: JobMachine, name: str, message: m.StageReady | m.StageDone | m.StageFailed
+) -> list[JobCommand]:
+    if isinstance(message, m.StageReady):
+        return machine.handle_ready(name, message.stage_index)
+    if isinstance(message, m.StageDone):
+        return machine.handle_done(name, message.stage_index, message.seq, message.square_sum)
+    return machine.handle_failed(name, message.stage_index, message.message)

@@ -1,0 +1,314 @@
+"""The one thread of a node that touches tensors: performs the commands of `protocol.stage` with a backend.
+
+Events come in through a queue (tensors that arrived, orders, commits); tensors go out through the endpoint, words to
+the broker through `tell`. Every wait has a deadline, after which the log says who waits for whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from fusionllm.compute import BACKENDS, ComputeOptions, OptimConfig, tensor_from_buffer, tensor_to_bytes
+from fusionllm.errors import FusionError, GraphError, RemoteProtocolError
+from fusionllm.ir.graph import OpGraph, decode_graph
+from fusionllm.ir.program import StageProgram
+from fusionllm.protocol import messages as m
+from fusionllm.protocol import stage as s
+from fusionllm.schedule.pipeline import PIPELINES, forward_only
+from fusionllm.transport import Endpoint
+
+log = logging.getLogger(__name__)
+URGENT, NORMAL, BULK = 0, 4, 8
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A message from the data plane. ``source``: stage index of the sender, or OWNER."""
+
+    peer: str
+    source: int
+    header: m.TensorHeader
+    payload: bytearray
+
+
+class Committed(msgspec.Struct, frozen=True):
+    seq: int
+    total_norm: float
+
+
+class Connected(msgspec.Struct, frozen=True):
+    """All peers of the stage are reachable."""
+
+
+class Stop(msgspec.Struct, frozen=True):
+    pass
+
+
+Event = Arrival | Committed | Connected | Stop
+
+
+class StageWorker(threading.Thread):
+    """Runs one stage of one job until stopped.
+
+    Args:
+        tell: sends a control message to the broker; safe to call from this thread.
+    """
+
+    def __init__(
+        self, assign: m.Assign, endpoint: Endpoint, loop: asyncio.AbstractEventLoop, tell: Callable[[Any], None]
+    ) -> None:
+        super().__init__(name=f"stage-{assign.stage_index}", daemon=True)
+        self.assign, self._endpoint, self._loop, self._tell = assign, endpoint, loop, tell
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.graph: OpGraph = decode_graph(assign.graph)
+        self._specs = self.graph.specs()
+        self._float = frozenset(v for v in (*assign.producers, *assign.consumers) if self._specs[v].is_float)
+        self._tensors: dict[s.Slot, Any] = {}
+        self._outs: dict[tuple[int, int], dict[str, Any]] = {}
+        self._grads: dict[tuple[int, int], dict[str, Any]] = {}
+        self._fetches: list[m.TensorHeader] = []
+        self._optimizer: dict[str, Any] = {}
+        self._done_seq = -1
+        self._connected = self._ready = self._stopped = False
+
+    # what may come in (called in the loop thread, before a buffer is allocated)
+
+    def admit(self, source: int, header: m.TensorHeader, num_bytes: int) -> None:
+        """Check a header against the graph. Raises RemoteProtocolError."""
+        if header.kind in ("step", "fetch"):
+            if source != s.OWNER or num_bytes > 1 << 20:
+                raise RemoteProtocolError(f"a {header.kind} message of {num_bytes} bytes from {source}")
+            return
+        spec = self._spec_of(header)
+        try:
+            symbols = m.bind_batch(spec.shape, header.shape, self.graph.symbols)
+            fits = spec.dtype == header.dtype and spec.concrete(symbols) == header.shape
+        except GraphError:
+            fits = False
+        limit = self.assign.options.microbatch_size
+        if not fits or any(size > limit for size in symbols.values()):
+            raise RemoteProtocolError(
+                f"{header.kind} {header.key!r} is {header.dtype}{list(header.shape)}, expected {spec}, rows up to {limit}"
+            )
+        if header.codec != "identity" or num_bytes != spec.num_bytes(symbols):
+            raise RemoteProtocolError(f"{header.kind} {header.key!r}: {num_bytes} bytes, codec {header.codec!r}")
+
+    def _spec_of(self, header: m.TensorHeader) -> Any:
+        held = {**self.graph.params, **self.graph.buffers}
+        if header.kind in ("input", "activation", "gradient") and header.key in self._specs:
+            return self._specs[header.key]
+        if header.kind == "weight" and header.key in held:
+            return held[header.key].spec
+        if header.kind == "optimizer" and (name := header.key.partition("/")[2]) in self.graph.params:
+            spec = self.graph.params[name].spec
+            return msgspec.structs.replace(spec, shape=()) if header.key.startswith("step/") else spec
+        if header.kind == "tied" and header.key in self.assign.tied and header.shape:
+            spec = self.graph.params[header.key].spec
+            if not 1 <= header.shape[0] <= self.assign.options.num_microbatches:
+                raise RemoteProtocolError(f"tied gradient of {header.shape[0]} microbatches")
+            return msgspec.structs.replace(spec, shape=(header.shape[0], *spec.shape))
+        raise RemoteProtocolError(f"nobody here asked for {header.kind} {header.key!r}")
+
+    # the thread
+
+    def run(self) -> None:
+        try:
+            self._setup()
+            while not self._stopped:
+                self._handle(self._next_event())
+        except FusionError as error:
+            self._fail(str(error))
+        except Exception as error:  # the backend's own errors: out of memory, a kernel's complaint
+            log.exception("stage %d failed", self.assign.stage_index)
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, message: str) -> None:
+        self._tell(m.StageFailed(job=self.assign.job, stage_index=self.assign.stage_index, message=message))
+
+    def _setup(self) -> None:
+        assign, options = self.assign, self.assign.options
+        try:
+            optim = msgspec.json.decode(options.optim, type=OptimConfig)
+            compute = msgspec.json.decode(options.compute, type=ComputeOptions)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise RemoteProtocolError(f"bad job options: {error}") from None
+        if options.pipeline not in PIPELINES:
+            raise RemoteProtocolError(f"unknown pipeline schedule {options.pipeline!r}; known: {', '.join(PIPELINES)}")
+        counted = [name for name in self.graph.params if assign.tied.get(name, (assign.stage_index,))[0] == assign.stage_index]
+        self._stage = BACKENDS["torch"](
+            self.graph, compute, optim, options.num_steps, tied_names=tuple(assign.tied), norm_names=counted
+        )
+        self._machine = s.StageMachine(
+            assign.stage_index,
+            inputs=tuple(v.id for v in self.graph.inputs),
+            producers=assign.producers,
+            consumers=assign.consumers,
+            differentiable=self._float,
+            tied=assign.tied,
+            program=self._program,
+        )
+
+    def _program(self, num_microbatches: int, train: bool) -> StageProgram:
+        build = PIPELINES[self.assign.options.pipeline] if train else forward_only
+        return build(self.assign.stage_index, len(self.assign.stage_nodes), num_microbatches)
+
+    def _next_event(self) -> Event:
+        while True:
+            try:
+                return self.events.get(timeout=self.assign.options.stall_s)
+            except queue.Empty:
+                what = self._machine.waiting_for() if self._ready else f"weights: {', '.join(self._stage.missing()[:4])}"
+                if what and not (self._ready and self._machine.idle):
+                    log.warning(
+                        "stage %d has waited %.0f s for %s", self.assign.stage_index, self.assign.options.stall_s, what
+                    )
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Stop):
+            self._stopped = True
+        elif isinstance(event, Connected):
+            self._connected = True
+            self._report_ready()
+        elif isinstance(event, Committed):
+            self._perform(self._machine.handle_commit(event.seq, event.total_norm))
+        else:
+            self._on_arrival(event)
+            self._endpoint.consumed_threadsafe(event.peer, len(event.payload))
+
+    def _on_arrival(self, event: Arrival) -> None:
+        header = event.header
+        if header.kind == "step":
+            self._perform(self._machine.handle_order(m.decode_order(bytes(event.payload))))
+            return
+        if header.kind == "fetch":
+            self._fetches.append(header)
+            self._answer_fetches()
+            return
+        tensor = tensor_from_buffer(event.payload, header.dtype, header.shape)
+        if header.kind == "optimizer":
+            self._optimizer[header.key] = tensor
+        elif header.kind == "weight":
+            self._stage.load(header.key, tensor)
+            self._report_ready()
+        else:
+            slot = s.Slot(header.kind, header.seq, header.microbatch_index, header.key, event.source)
+            self._tensors[slot] = tensor
+            self._perform(self._machine.handle_arrival(slot))
+
+    def _report_ready(self) -> None:
+        if self._connected and not self._ready and not self._stage.missing():
+            if self._optimizer:
+                self._stage.load_optimizer(self._optimizer)
+                self._optimizer = {}
+            self._ready = True
+            self._tell(m.StageReady(job=self.assign.job, stage_index=self.assign.stage_index))
+
+    # commands
+
+    def _perform(self, commands: list[s.Command]) -> None:
+        todo = deque(commands)
+        while todo:
+            if self._do(todo.popleft()):
+                todo.extend(self._machine.handle_computed())
+        self._answer_fetches()
+
+    def _do(self, command: s.Command) -> bool:
+        """Perform one command; True when it computed, so that the machine must hear of its end."""
+        order = command.order
+        if isinstance(command, s.SendActivations):
+            self._send_activations(order, command.microbatch_index)
+            return False
+        if isinstance(command, s.SendGradients):
+            for value, gradient in self._grads.pop((order.seq, command.microbatch_index)).items():
+                stage = self.assign.producers[value]
+                self._send(stage, "gradient", order.seq, command.microbatch_index, value, gradient, URGENT)
+            return False
+        if isinstance(command, s.SendTied):
+            for name, gradient in self._stage.tied_gradients().items():
+                for stage in self.assign.tied[name]:
+                    if stage != self.assign.stage_index:
+                        self._send(stage, "tied", order.seq, -1, name, gradient.clone(), NORMAL)
+            return False
+        if isinstance(command, s.Forward):
+            values = {slot.key: self._tensors.pop(slot) for slot in command.slots}
+            key = (order.seq, command.microbatch_index)
+            self._outs[key] = self._stage.forward(order.step, command.microbatch_index, values, train=order.train)
+        elif isinstance(command, s.Backward):
+            self._backward(command)
+        elif isinstance(command, s.ReportDone):
+            self._report_done(command)
+            return True
+        elif isinstance(command, s.Update):
+            self._stage.update(order.step, command.total_norm)
+            self._done_seq = order.seq
+        else:
+            self._done_seq = order.seq
+        return True
+
+    def _backward(self, command: s.Backward) -> None:
+        gradients: dict[str, Any] = {}
+        for slot in command.slots:
+            tensor = self._tensors.pop(slot)
+            gradients[slot.key] = gradients[slot.key] + tensor if slot.key in gradients else tensor
+        order, index = command.order, command.microbatch_index
+        self._grads[(order.seq, index)] = self._stage.backward(order.step, index, gradients, command.loss_weight)
+
+    def _send_activations(self, order: m.StepOrder, microbatch_index: int) -> None:
+        outs = self._outs.pop((order.seq, microbatch_index))
+        for value, stages in self.assign.consumers.items():
+            for stage in stages:
+                self._send(stage, "activation", order.seq, microbatch_index, value, outs[value], URGENT)
+        for value in self.graph.outputs[:1]:
+            self._send(s.OWNER, "output", order.seq, microbatch_index, value, outs[value], URGENT)
+
+    def _report_done(self, command: s.ReportDone) -> None:
+        own = self._stage.tied_gradients()
+        gathered = {(slot.key, slot.source): self._tensors.pop(slot) for slot in command.slots}
+        gathered.update({(name, self.assign.stage_index): gradient for name, gradient in own.items()})
+        self._stage.reduce_tied(
+            {n: [gathered[n, stage] for stage in sorted(stages, reverse=True)] for n, stages in self.assign.tied.items()}
+        )
+        self._tell(
+            m.StageDone(
+                job=self.assign.job,
+                stage_index=self.assign.stage_index,
+                seq=command.order.seq,
+                square_sum=self._stage.grad_square_sum(),
+            )
+        )
+
+    def _answer_fetches(self) -> None:
+        while self._fetches and self._machine.idle and self._done_seq >= self._fetches[0].seq:
+            header = self._fetches.pop(0)
+            weights, optimizer = self._stage.state()
+            for name, tensor in weights.items():
+                self._send(s.OWNER, "weight", header.seq, -1, name, tensor.clone(), BULK)
+            for name, tensor in optimizer.items():
+                self._send(s.OWNER, "optimizer", header.seq, -1, name, tensor.clone(), BULK)
+            self._send(s.OWNER, "done", header.seq, -1, str(self.assign.stage_index), None, BULK)
+
+    def _send(
+        self, stage: int, kind: m.TensorKind, seq: int, microbatch_index: int, key: str, tensor: Any, priority: int
+    ) -> None:
+        peer = self.assign.owner if stage == s.OWNER else self.assign.stage_nodes[stage]
+        dtype, shape = ("uint8", (0,)) if tensor is None else (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        header = m.TensorHeader(kind, self.assign.job, seq, microbatch_index, key, dtype, shape)
+        payload = b"" if tensor is None else tensor_to_bytes(tensor)
+        future = asyncio.run_coroutine_threadsafe(
+            self._endpoint.send(peer, m.encode_message(header), payload, priority), self._loop
+        )
+        if priority == BULK:
+            future.result(timeout=600.0)
+        else:
+            future.add_done_callback(lambda f: self._on_sent(f, kind, peer))
+
+    def _on_sent(self, future: Any, kind: str, peer: str) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None and not self._stopped:
+            log.debug("%s to %s was not sent: %s", kind, peer, error)
