@@ -1,0 +1,280 @@
+"""RunConfig: a whole run as one tree, read from one TOML or one Python call, checked once, saved with the results.
+
+Each room owns the struct of its own table; this module joins them and turns what msgspec says into sentences that name
+the key, the value and the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from fusionllm.capture.sources import ModelConfig
+from fusionllm.compute import OptimConfig
+from fusionllm.errors import UserError
+from fusionllm.protocol.messages import NAME, FenceLink, Shape, parse_ticket
+from fusionllm.schedule.partition import PARTITIONERS
+from fusionllm.schedule.pipeline import PIPELINES, check_microbatches
+from fusionllm.store.dataset import DataConfig
+from fusionllm.telemetry.sinks import SINKS
+from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class RunTable(_Table):
+    """``name``: empty for the next free run-NNN. ``root``: the folder of all runs, beside the working directory."""
+
+    name: str = ""
+    root: str = "runs"
+    seed: int = 0
+    resume: bool = False
+
+
+class TrainTable(_Table):
+    """How long and how.
+
+    Attributes:
+        steps: optimizer steps. global_batch: rows per step. microbatch_size: rows per microbatch.
+        pipeline: name of a pipeline schedule. precision: ``float32`` or ``bfloat16`` (autocast).
+        recompute: keep only a stage's inputs and run its forward again in the backward.
+        tied: ``step`` sums a tied gradient over the stages once a step, ``microbatch`` for every microbatch, which
+            costs that many times the bytes and equals a single process bit for bit.
+        eval_every, checkpoint_every: in steps, 0 for only at the end. eval_batches: microbatches per evaluation, 0: all.
+        prefetch: steps whose data is sent ahead.
+    """
+
+    steps: int = 100
+    global_batch: int = 16
+    microbatch_size: int = 4
+    pipeline: str = "1f1b"
+    precision: str = "float32"
+    recompute: bool = False
+    tied: str = "step"
+    eval_every: int = 0
+    eval_batches: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    prefetch: int = 2
+
+
+class SlowLink(_Table):
+    """An emulated link between fences, e.g. ``bandwidth = "100 Mbps"``, ``latency = "20 ms"``."""
+
+    bandwidth: str = ""
+    latency: str = "0 ms"
+
+
+class ClusterTable(_Table):
+    """Where it runs.
+
+    Attributes:
+        broker: a join ticket; empty: a broker and ``nodes`` node processes on this machine.
+        nodes: one stage each.
+        fences: sizes of the groups of local nodes, e.g. ``[2, 2]``; empty: one fence.
+        slow_link: what stands between the fences (emulated).
+        threads: of compute per node, 0: the machine's cores shared out among local nodes.
+        join_timeout_s, stall_s: how long to wait for nodes, and before a wait is reported.
+    """
+
+    broker: str = ""
+    nodes: int = 2
+    partition: str = "equal-compute"
+    fences: tuple[int, ...] = ()
+    slow_link: SlowLink = SlowLink()
+    threads: int = 0
+    join_timeout_s: float = 300.0
+    stall_s: float = 60.0
+
+
+class OutputTable(_Table):
+    """``sinks``: where metrics go. ``sample_prompt``: text to continue at the end (language models), empty for none."""
+
+    sinks: tuple[str, ...] = ("jsonl", "tensorboard")
+    plot: bool = True
+    sample_prompt: str = ""
+    sample_tokens: int = 120
+
+
+class RunConfig(_Table):
+    """A run. Table names are the TOML's."""
+
+    run: RunTable = RunTable()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainTable = TrainTable()
+    optimizer: OptimConfig = OptimConfig()
+    cluster: ClusterTable = ClusterTable()
+    output: OutputTable = OutputTable()
+
+    @property
+    def num_microbatches(self) -> int:
+        return -(-self.train.global_batch // self.train.microbatch_size)
+
+    def fence_names(self) -> list[str]:
+        """Fence of each local node."""
+        sizes = self.cluster.fences or (self.cluster.nodes,)
+        return [f"fence{i}" for i, size in enumerate(sizes) for _ in range(size)]
+
+    def fence_links(self) -> tuple[FenceLink, ...]:
+        """The emulated links, one per pair of fences."""
+        slow = self.cluster.slow_link
+        if not slow.bandwidth:
+            return ()
+        shape = Shape(parse_bandwidth_bytes_per_s(slow.bandwidth), parse_duration_s(slow.latency))
+        names = sorted(set(self.fence_names()))
+        return tuple(FenceLink(a, b, shape) for i, a in enumerate(names) for b in names[i + 1 :])
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises UserError when it is missing, not TOML, or not text."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
+        raise UserError(f"no such file: {path}{f'; did you mean {near[0]}?' if near else ''}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = (), tables: Mapping[str, Any] | None = None) -> RunConfig:
+    """Read a run's configuration and check it.
+
+    Args:
+        path: the TOML; None for ``tables`` alone.
+        overrides: ``table.key=value`` texts, values as in TOML (a bare word is a string).
+
+    Raises:
+        UserError: names the key, the value, and what would be right.
+    """
+    raw: dict[str, Any] = read_toml(path) if path is not None else {}
+    for table, values in (tables or {}).items():
+        raw.setdefault(table, {}).update(values)
+    for text in overrides:
+        _override(raw, text)
+    return build_config(raw)
+
+
+def build_config(raw: dict[str, Any]) -> RunConfig:
+    """Check a plain tree and make the frozen one. Raises UserError."""
+    _check_keys(raw, RunConfig, "")
+    try:
+        config: RunConfig = msgspec.convert(raw, RunConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise UserError(_sentence(str(error), raw)) from None
+    _check_values(config)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as TOML."""
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+
+
+def _without_none(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _without_none(value) for key, value in tree.items() if value is not None}
+    return tree
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    names = key.strip().split(".")
+    if not equals or len(names) < 2 or not all(names):
+        raise UserError(f"--set {text!r}: write it like --set train.steps=20")
+    try:
+        parsed = tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    table = raw
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {text!r}: {name} is a value, not a table")
+    table[names[-1]] = parsed
+
+
+def _check_keys(raw: Mapping[str, Any], struct: type[msgspec.Struct], where: str) -> None:
+    if not isinstance(raw, Mapping):
+        raise UserError(f"{where.rstrip('.') or 'the file'} must be a table, it is {raw!r}")
+    fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
+    for key, value in raw.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"; did you mean {where}{near[0]}?" if near else f"; known: {', '.join(sorted(fields))}"
+            raise UserError(f"unknown key {where}{key} = {value!r}{hint}")
+        kind = fields[key]
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            _check_keys(value, kind, f"{where}{key}.")
+
+
+def _sentence(message: str, raw: Any) -> str:
+    match = re.search(r"(.*) - at `\$\.?(.*)`", message)
+    if match is None:
+        return message
+    value: Any = raw
+    for name in re.findall(r"[^.\[\]]+", match[2]):
+        try:
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return f"{match[2]}: {match[1]}"
+    return f"{match[2]} = {value!r}: {match[1][0].lower()}{match[1][1:]}"
+
+
+def _check_values(config: RunConfig) -> None:
+    train, cluster = config.train, config.cluster
+    for name, value, least in (
+        ("train.steps", train.steps, 1),
+        ("train.global_batch", train.global_batch, 1),
+        ("train.microbatch_size", train.microbatch_size, 1),
+        ("train.eval_every", train.eval_every, 0),
+        ("train.eval_batches", train.eval_batches, 0),
+        ("train.checkpoint_every", train.checkpoint_every, 0),
+        ("train.keep_checkpoints", train.keep_checkpoints, 1),
+        ("train.prefetch", train.prefetch, 0),
+        ("cluster.nodes", cluster.nodes, 1),
+        ("cluster.threads", cluster.threads, 0),
+        ("cluster.join_timeout_s", cluster.join_timeout_s, 1),
+        ("cluster.stall_s", cluster.stall_s, 1),
+        ("output.sample_tokens", config.output.sample_tokens, 1),
+        ("run.seed", config.run.seed, 0),
+    ):
+        if value < least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
+    for name, word, known in (
+        ("train.pipeline", train.pipeline, tuple(PIPELINES)),
+        ("cluster.partition", cluster.partition, tuple(PARTITIONERS)),
+        ("train.precision", train.precision, ("float32", "bfloat16")),
+        ("train.tied", train.tied, ("step", "microbatch")),
+        *(("output.sinks", sink, tuple(SINKS)) for sink in config.output.sinks),
+    ):
+        if word not in known:
+            raise UserError(f"{name} is {word!r}; known: {', '.join(known)}")
+    if train.prefetch > 32:
+        raise UserError(f"train.prefetch is {train.prefetch}; it must be at most 32")
+    if config.optimizer.lr <= 0:
+        raise UserError(f"optimizer.lr is {config.optimizer.lr}; it must be above zero")
+    if config.run.name and NAME.fullmatch(config.run.name) is None:
+        raise UserError(f"run.name is {config.run.name!r}; use letters, digits, dots, dashes and underscores")
+    if cluster.broker:
+        parse_ticket(cluster.broker)
+    if cluster.fences and (sum(cluster.fences) != cluster.nodes or min(cluster.fences) < 1):
+        raise UserError(f"cluster.fences {list(cluster.fences)} adds up to {sum(cluster.fences)}, cluster.nodes is {cluster.nodes}")
+    config.fence_links()
+    check_microbatches(cluster.nodes, config.num_microbatches)

@@ -1,0 +1,99 @@
+"""The embedded default: a broker in a thread and N node processes on this machine. Same code, same sockets.
+
+A node process dies with its parent whatever happens to it: its standard input is a pipe from here and it ends when
+that pipe does, which the kernel sees to, after kill -9 too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusionllm.broker import Broker
+from fusionllm.errors import FusionError
+from fusionllm.protocol.messages import Ticket
+
+log = logging.getLogger(__name__)
+TICKET_VARIABLE = "FUSIONLLM_TICKET"
+
+
+class LocalCluster:
+    """A broker and node processes, from ``start`` to ``close``.
+
+    Args:
+        fences: fence of each node.
+        log_folder: where each node's log goes, ``node0.log`` and so on.
+    """
+
+    def __init__(self, fences: Sequence[str], log_folder: Path, threads: int) -> None:
+        self._fences, self._log_folder, self._threads = fences, log_folder, threads
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="broker", daemon=True)
+        self._broker: Broker | None = None
+
+    def start(self) -> Ticket:
+        """Start everything; returns at once with the ticket, nodes join as they come up."""
+        self._thread.start()
+        self._broker = Broker()
+        ticket = asyncio.run_coroutine_threadsafe(self._broker.start(), self._loop).result(30)
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        threads = str(self._threads)
+        environment = {
+            **os.environ, TICKET_VARIABLE: str(ticket), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
+        }  # fmt: skip
+        for index, fence in enumerate(self._fences):
+            command = [
+                sys.executable, "-m", "fusionllm.cli.main", "join", "--parent-pipe",
+                "--name", f"node{index}", "--fence", fence, "--host", "127.0.0.1",
+            ]  # fmt: skip
+            with (self._log_folder / f"node{index}.log").open("ab") as log_file:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log_file,
+                    stderr=log_file,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C goes to the owner alone, which stops in order
+                )
+            self._processes.append(process)
+        return ticket
+
+    def check(self) -> None:
+        """Raises FusionError when a node process has died."""
+        for index, process in enumerate(self._processes):
+            if (code := process.poll()) is not None:
+                path = self._log_folder / f"node{index}.log"
+                lines = path.read_text(errors="replace").strip().splitlines()
+                raise FusionError(f"node{index} ended with code {code}: {lines[-1] if lines else 'no output'} (log: {path})")
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """Stop all of it, the hard way after five seconds."""
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._broker is not None:
+            try:
+                asyncio.run_coroutine_threadsafe(self._broker.close(), self._loop).result(5)
+            except Exception as error:
+                log.debug("closing the broker: %s", error)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        if not self._thread.is_alive():
+            self._loop.close()

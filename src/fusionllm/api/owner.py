@@ -1,0 +1,236 @@
+"""The owner's connection to a job: one thread with an event loop, so that the caller's thread may compute.
+
+Joins the broker as an owner, submits a graph, sends tensors to the stages, and puts what comes back into one queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from fusionllm.errors import FusionError, LinkError, NodeLost, RemoteProtocolError, StallError
+from fusionllm.node.agent import default_name, endpoint_peers, join, shape_links
+from fusionllm.protocol import messages as m
+from fusionllm.transport import Endpoint
+from fusionllm.transport.control import connect_control
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+CONNECT_TIMEOUT_S = 60.0
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A tensor from a stage."""
+
+    stage_index: int
+    header: m.TensorHeader
+    payload: bytearray
+
+
+class OwnerLink:
+    """The owner's end of everything. All methods are for one calling thread."""
+
+    def __init__(self, ticket: m.Ticket, fence: str = "", host: str = "0.0.0.0") -> None:
+        self._ticket, self._fence, self._host = ticket, fence, host
+        self.name = default_name() if not fence else f"owner-{default_name()[-6:]}"
+        self.events: queue.SimpleQueue[Received | m.Commit] = queue.SimpleQueue()
+        self._failure: FusionError | None = None
+        self._control: queue.SimpleQueue[m.Control | FusionError] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="owner-link", daemon=True)
+        self._planned: m.Planned | None = None
+        self._stage_of: dict[str, int] = {}
+        self._stop: asyncio.Event | None = None
+
+    # life
+
+    def open(self) -> None:
+        """Join the broker. Raises UserError, AdmissionError."""
+        self._thread.start()
+        joined: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._running = asyncio.run_coroutine_threadsafe(self._run(joined), self._loop)
+        joined.result(CONNECT_TIMEOUT_S)
+
+    def close(self, reason: str = "") -> None:
+        """End the job and leave."""
+        if not self._thread.is_alive():
+            return
+        try:
+            if self._stop is not None and not self._running.done():
+                self._call(self._farewell(reason), 10.0)
+                self._running.result(10.0)
+        except (FusionError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
+            log.debug("leaving: %s", error)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _farewell(self, reason: str) -> None:
+        if self._planned is not None:
+            await self._channel.send(m.EndJob(job=self._planned.job, reason=reason))
+        await self._channel.send(m.Leave(reason=reason or "done"))
+        assert self._stop is not None
+        self._stop.set()
+
+    async def _run(self, joined: concurrent.futures.Future[None]) -> None:
+        try:
+            async with connect_control(self._ticket) as channel:
+                self._channel = channel
+                self._stop = asyncio.Event()
+                identity = await join(
+                    channel, role="owner", name=self.name, token=self._ticket.token, fence=self._fence, versions={}
+                )
+                self._endpoint = Endpoint(
+                    self.name, identity, on_message=self._on_message, on_peer_lost=self._on_peer_lost, admit=self._admit
+                )
+                _, port = await self._endpoint.listen(self._host, 0)
+                await channel.send(m.Listening(host="", port=port))
+                joined.set_result(None)
+                reader = asyncio.ensure_future(self._read())
+                await self._stop.wait()
+                reader.cancel()
+                await self._endpoint.close()
+        except BaseException as error:
+            if not joined.done():
+                joined.set_exception(error)
+            elif isinstance(error, FusionError):
+                self._fail(error)
+            else:
+                raise
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                message = await self._channel.receive()
+            except FusionError as error:
+                self._fail(error)
+                return
+            if isinstance(message, m.Commit):
+                self.events.put(message)
+            elif isinstance(message, m.JobFailed):
+                self._fail(FusionError(message.reason))
+            else:
+                self._control.put(message)
+
+    def _fail(self, error: FusionError) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._control.put(error)
+
+    # a job
+
+    def submit(
+        self, graph: bytes, options: m.JobOptions, timeout_s: float, on_waiting: Callable[[m.Waiting], None]
+    ) -> m.Planned:
+        """Hand in the graph, wait for nodes and the plan, and reach all stages. Raises StallError, FusionError."""
+        self._call(self._channel.send(m.Submit(graph=graph, options=options)))
+        deadline = time.monotonic() + timeout_s
+        idle = 0
+        while True:
+            message = self._next_control(deadline, f"{options.num_stages} nodes, {idle} are idle")
+            if isinstance(message, m.Waiting):
+                idle = message.idle
+                on_waiting(message)
+            elif isinstance(message, m.Planned):
+                break
+            else:
+                raise RemoteProtocolError(f"the broker sent {type(message).__name__} instead of a plan")
+        self._planned = message
+        self._stage_of = {stage.node: stage.stage_index for stage in message.plan.stages}
+        self._call(self._connect(message), CONNECT_TIMEOUT_S + 5)
+        return message
+
+    async def _connect(self, planned: m.Planned) -> None:
+        self._endpoint.expect(endpoint_peers(planned.peers))
+        shape_links(self._endpoint, planned.peers)
+        await asyncio.gather(*(self._endpoint.connect(peer, CONNECT_TIMEOUT_S) for peer in planned.peers))
+
+    def wait_start(self, timeout_s: float) -> None:
+        """Wait until every stage holds its weights. Raises StallError, FusionError."""
+        message = self._next_control(time.monotonic() + timeout_s, "all stages to hold their weights")
+        if not isinstance(message, m.Start):
+            raise RemoteProtocolError(f"the broker sent {type(message).__name__} instead of Start")
+
+    def send(self, stage_index: int, header: m.TensorHeader, payload: Any, priority: int) -> None:
+        """Send to a stage; waits while too much is queued. Raises FusionError when the job failed."""
+        assert self._planned is not None
+        node = self._planned.plan.stages[stage_index].node
+        self._call(self._endpoint.send(node, m.encode_message(header), payload, priority), 600.0)
+
+    def next_event(self, timeout_s: float, what: str) -> Received | m.Commit:
+        """The next thing that came back. Raises StallError after ``timeout_s``, FusionError when the job failed."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                event = self.events.get(timeout=0.2)
+            except queue.Empty:
+                if self._failure is not None:
+                    raise self._failure from None
+                if time.monotonic() > deadline:
+                    raise StallError(f"the owner has waited {timeout_s:.0f} s for {what}") from None
+                continue
+            if isinstance(event, Received):
+                name = self._planned.plan.stages[event.stage_index].node if self._planned else ""
+                self._endpoint.consumed_threadsafe(name, len(event.payload))
+            return event
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes sent to each node since the start."""
+
+        async def read() -> dict[str, int]:
+            return {peer: stats.bytes_sent for peer, stats in self._endpoint.stats().items()}
+
+        return self._call(read())
+
+    def _next_control(self, deadline: float, what: str) -> m.Control:
+        while True:
+            try:
+                message = self._control.get(timeout=0.2)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    raise StallError(f"the owner gave up waiting for {what}; start more nodes or raise cluster.join_timeout_s") from None
+                continue
+            if isinstance(message, FusionError):
+                raise message
+            return message
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return future.result(0.5)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    return future.result()
+                if self._failure is not None or time.monotonic() > deadline:
+                    future.cancel()
+                    raise self._failure or StallError(f"no progress for {timeout_s:.0f} s") from None
+            except LinkError:
+                if self._failure is not None:
+                    raise self._failure from None
+                raise
+
+    # the data plane, in the loop's thread
+
+    def _admit(self, peer: str, meta: bytes, num_bytes: int) -> None:
+        header = m.decode_header(bytes(meta))
+        if peer not in self._stage_of or header.kind not in ("output", "weight", "optimizer", "done"):
+            raise RemoteProtocolError(f"{peer} sent an unexpected {header.kind}")
+        if header.kind in ("output", "done") and num_bytes > 64:
+            raise RemoteProtocolError(f"{peer} sent {num_bytes} bytes of {header.kind}")
+
+    def _on_message(self, peer: str, meta: bytes, payload: bytearray) -> None:
+        self.events.put(Received(self._stage_of[peer], m.decode_header(bytes(meta)), payload))
+
+    def _on_peer_lost(self, peer: str, error: LinkError) -> None:
+        self._fail(NodeLost(peer, str(error)))
