@@ -28,27 +28,37 @@ class Cut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def anchored_ids(graph: OpGraph) -> set[str]:
     """Ids of all values behind which stands a parameter, a mutated buffer or randomness."""
-    anchored = {p.id for p in graph.params.values()} | set(graph.mutations) | {v.id for v in graph.recv}
-    for op in graph.ops:
-        if op.rng is not None or any(ref in anchored for ref in op.refs()):
-            anchored.update(op.outs)
-    anchored.discard(UNUSED)
-    return anchored
+    return _classify(graph)[0]
 
 
 def anchored_ops(graph: OpGraph) -> list[Op]:
     """The operators a partition distributes, in execution order."""
-    anchored = anchored_ids(graph)
-    return [op for op in graph.ops if op.rng is not None or any(ref in anchored for ref in op.refs())]
+    return _classify(graph)[1]
+
+
+def _classify(graph: OpGraph) -> tuple[set[str], list[Op]]:
+    """Anchored values and operators. What computes the loss or a buffer's next value has one owner in any case."""
+    roots = {*graph.mutations.values(), *graph.outputs[:1]}
+    ids = {p.id for p in graph.params.values()} | set(graph.mutations) | {v.id for v in graph.recv}
+    ops = []
+    for op in graph.ops:
+        if op.rng is not None or any(ref in ids for ref in op.refs()) or any(out in roots for out in op.outs):
+            ids.update(out for out in op.outs if out != UNUSED)
+            ops.append(op)
+    return ids, ops
 
 
 def list_cuts(graph: OpGraph, symbols: Mapping[str, int]) -> list[Cut]:
     """Every cut between two consecutive anchored operators, with what crosses it.
 
+    A cut between operators that read a mutated buffer and the one that computes its next value is left out: the
+    buffer is the state of one stage.
+
     Args:
         symbols: concrete sizes, e.g. the microbatch size, to count bytes with.
     """
     ops = anchored_ops(graph)
+    whole = _state_ranges(graph, ops)
     specs = graph.specs()
     last_use = {ref: index for index, op in enumerate(ops) for ref in op.refs()}
     live: set[str] = set()
@@ -57,8 +67,19 @@ def list_cuts(graph: OpGraph, symbols: Mapping[str, int]) -> list[Cut]:
         live.update(out for out in op.outs if out != UNUSED)
         live = {v for v in live if last_use.get(v, -1) > index}
         values = tuple(sorted(live))
-        cuts.append(Cut(index + 1, values, sum(specs[v].num_bytes(symbols) for v in values)))
+        if not any(first <= index < last for first, last in whole.values()):
+            cuts.append(Cut(index + 1, values, sum(specs[v].num_bytes(symbols) for v in values)))
     return cuts
+
+
+def _state_ranges(graph: OpGraph, ops: Sequence[Op]) -> dict[str, tuple[int, int]]:
+    """Per mutated buffer that several anchored operators touch: the first and last of them, one stage's together."""
+    touched: dict[str, list[int]] = {buffer: [] for buffer in graph.mutations}
+    makes = {value: buffer for buffer, value in graph.mutations.items()}
+    for index, op in enumerate(ops):
+        for buffer in {makes[out] for out in op.outs if out in makes} | (touched.keys() & set(op.refs())):
+            touched[buffer].append(index)
+    return {buffer: (at[0], at[-1]) for buffer, at in touched.items() if len(at) > 1}
 
 
 def split_graph(graph: OpGraph, boundaries: Sequence[int]) -> list[OpGraph]:
@@ -72,13 +93,17 @@ def split_graph(graph: OpGraph, boundaries: Sequence[int]) -> list[OpGraph]:
         stages (tied) is listed by each of them, ``recv`` and ``send`` name what crosses.
 
     Raises:
-        PlanError: a stage would be empty.
+        PlanError: a stage would be empty, or a mutated buffer would be shared by two stages.
     """
-    ops = anchored_ops(graph)
+    anchored, ops = _classify(graph)
+    for buffer, (first, last) in _state_ranges(graph, ops).items():
+        for boundary in boundaries:
+            if first < boundary <= last:
+                raise PlanError(f"boundary {boundary} parts operators {first} and {last}, which share {buffer}")
     edges = [0, *boundaries, len(ops)]
     if any(a >= b for a, b in zip(edges, edges[1:])):
         raise PlanError(f"boundaries {list(boundaries)} leave a stage of {len(ops)} operators empty; use fewer stages")
-    stages = [_stage(graph, ops[a:b]) for a, b in zip(edges, edges[1:])]
+    stages = [_stage(graph, ops[a:b], anchored) for a, b in zip(edges, edges[1:])]
     received = {v.id for stage in stages for v in stage.recv}
     return [
         msgspec.structs.replace(s, send=tuple(sorted(o for op in own for o in op.outs if o in received)))
@@ -86,9 +111,8 @@ def split_graph(graph: OpGraph, boundaries: Sequence[int]) -> list[OpGraph]:
     ]
 
 
-def _stage(graph: OpGraph, own: Sequence[Op]) -> OpGraph:
+def _stage(graph: OpGraph, own: Sequence[Op], anchored: set[str]) -> OpGraph:
     """The stage that owns these anchored operators, ``send`` still empty."""
-    anchored = anchored_ids(graph)
     specs = graph.specs()
     producer = {out: index for index, op in enumerate(graph.ops) for out in op.outs if out != UNUSED}
     owned_outs = {out for op in own for out in op.outs}

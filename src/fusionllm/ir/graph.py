@@ -119,8 +119,9 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             for size, dim in zip(shape, spec.shape):
                 if isinstance(dim, str) and dim in self.symbols:
                     if symbols.setdefault(dim, size) != size or size < self.symbols[dim]:
+                        least = self.symbols[dim]
                         raise GraphError(
-                            f"value {value.id}: size {size} for {dim}, expected {symbols[dim]}, at least {self.symbols[dim]}"
+                            f"value {value.id}: size {size} for {dim}, expected {symbols[dim]}, at least {least}"
                         )
                 elif isinstance(dim, int) and dim != size:
                     raise GraphError(f"value {value.id} has shape {list(shape)}, the graph expects {spec}")

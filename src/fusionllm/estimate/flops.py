@@ -1,0 +1,167 @@
+"""What each operator costs: forward FLOPs, bytes it writes, bytes of parameters it reads.
+
+Pure: from operator names and shapes, with no tensor framework and no device. On the path: OpGraph -> **CostTable** ->
+`schedule`. One multiply-add counts as two operations. The products (linear, matmul, convolution, attention) are exact;
+everything else counts one operation per element it reads or writes, the larger of both, and table look-ups and pure
+data movement count none. The backward pass of a product costs twice its forward, so the ratio between stages, which is
+all that partitioning needs, is the same for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from fusionllm.ir.cuts import anchored_ops
+from fusionllm.ir.graph import UNUSED, Op, OpGraph
+from fusionllm.ir.tensor import TensorSpec
+from fusionllm.units import format_count, format_num_bytes
+
+#: Operators that only move, name or make data.
+_MOVES = frozenset(
+    """
+    _to_copy alias arange as_strided cat clone constant_pad_nd contiguous copy detach embedding empty expand eye fill
+    flatten flip full full_like gather index index_select lift_fresh_copy narrow new_full ones ones_like pad permute
+    repeat reshape roll scalar_tensor select slice slice_scatter split split_with_sizes squeeze stack t to transpose
+    tril triu unbind unfold unsafe_view unsqueeze view zeros zeros_like
+    """.split()  # noqa: SIM905
+)
+
+
+class OpCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Cost of one operator for given symbolic sizes. ``flops`` is of the forward pass."""
+
+    flops: float
+    output_bytes: int
+    param_bytes: int
+
+
+class GraphSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Totals of a graph. ``flops`` is of the forward pass of one microbatch; tied parameters count once."""
+
+    num_ops: int
+    num_anchored_ops: int
+    num_params: int
+    param_bytes: int
+    flops: float
+    output_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_ops} operators, {format_count(self.num_params)} parameters "
+            f"({format_num_bytes(self.param_bytes)}), {format_count(self.flops)} FLOPs forward"
+        )
+
+
+def op_flops(op: Op, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int]) -> float:
+    """Forward floating-point operations of one operator.
+
+    Args:
+        specs: spec of every value, `OpGraph.specs`.
+        symbols: value of every symbolic size.
+
+    Raises:
+        GraphError: a shape names a symbol that is not given.
+    """
+    name = base_name(op.name)
+    if not op.name.startswith(("aten.", "ir.")) or name in _MOVES:
+        return 0.0
+    formula = _PRODUCTS.get(name)
+    if formula is not None:
+        shapes = [_shape(op, arg, specs, symbols) for arg in _OPERANDS[name]]
+        return float(formula(shapes, op.specs[0].concrete(symbols)))
+    sizes = [specs[ref].numel(symbols) for ref in op.refs() if specs[ref].is_tensor]
+    return float(max([*sizes, *(s.numel(symbols) for s in op.specs if s.is_tensor)], default=0))
+
+
+def base_name(name: str) -> str:
+    """``"aten.linear.default"`` -> ``"linear"``; ``"sym.mul"`` -> ``"mul"``."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else name
+
+
+def _shape(op: Op, arg: str, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of the first of the ``|``-separated argument names that is given."""
+    for name in arg.split("|"):
+        ref = op.args.get(name)
+        if isinstance(ref, dict) and ref.get("r") in specs:
+            return specs[ref["r"]].concrete(symbols)
+    return ()
+
+
+_Formula = Callable[[Sequence[tuple[int, ...]], tuple[int, ...]], float]
+
+
+def _matmul(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> float:
+    """Every element of the result is a dot product over the last axis of the first operand."""
+    return 2 * math.prod(out) * (shapes[0][-1] if shapes[0] else 1)
+
+
+def _convolution(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> float:
+    """Weight [out, in / groups, *kernel]: one dot product of in / groups * kernel per element of the result."""
+    return 2 * math.prod(out) * math.prod(shapes[1][1:])
+
+
+def _attention(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> float:
+    """Query [..., L, E], key [..., S, E], value [..., S, V]: L x S scores, then L x S weights on the values.
+
+    A causal mask halves what is needed, but the usual count, and most kernels on a CPU, do the whole square.
+    """
+    query, key, value = shapes
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+_OPERANDS: dict[str, tuple[str, ...]] = {
+    "linear": ("input", "weight"),
+    "mm": ("self|input",),
+    "bmm": ("self|input",),
+    "matmul": ("self|input",),
+    "mv": ("self|input",),
+    "dot": ("self|input",),
+    "addmm": ("mat1",),
+    "baddbmm": ("batch1",),
+    "convolution": ("input", "weight"),
+    "conv1d": ("input", "weight"),
+    "conv2d": ("input", "weight"),
+    "conv3d": ("input", "weight"),
+    "scaled_dot_product_attention": ("query", "key", "value"),
+}
+_PRODUCTS: dict[str, _Formula] = {
+    name: _attention if name == "scaled_dot_product_attention" else _convolution if name.startswith("conv") else _matmul
+    for name in _OPERANDS
+}
+
+
+def graph_costs(graph: OpGraph, symbols: Mapping[str, int]) -> list[OpCost]:
+    """Cost of every operator, in the order of ``graph.ops``. Raises GraphError for a symbol that is not given."""
+    specs = graph.specs()
+    param_bytes = {p.id: p.spec.num_bytes(symbols) for p in graph.params.values()}
+    return [
+        OpCost(
+            op_flops(op, specs, symbols),
+            sum(spec.num_bytes(symbols) for out, spec in zip(op.outs, op.specs) if out != UNUSED),
+            sum(param_bytes.get(ref, 0) for ref in set(op.refs())),
+        )
+        for op in graph.ops
+    ]
+
+
+def anchored_flops(graph: OpGraph, symbols: Mapping[str, int]) -> list[float]:
+    """Forward FLOPs of the operators a partition distributes: the ``costs`` of `schedule.partition`."""
+    specs = graph.specs()
+    return [op_flops(op, specs, symbols) for op in anchored_ops(graph)]
+
+
+def summary(graph: OpGraph, symbols: Mapping[str, int]) -> GraphSummary:
+    """Totals of a graph or of one stage."""
+    costs = graph_costs(graph, symbols)
+    return GraphSummary(
+        num_ops=len(graph.ops),
+        num_anchored_ops=len(anchored_ops(graph)),
+        num_params=graph.num_params,
+        param_bytes=sum(p.spec.num_bytes(symbols) for p in graph.params.values()),
+        flops=sum(c.flops for c in costs),
+        output_bytes=sum(c.output_bytes for c in costs),
+    )
