@@ -37,10 +37,17 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RunTable(_Table):
-    """``name``: empty for the next free run-NNN. ``root``: the folder of all runs, beside the working directory."""
+    """The run itself.
+
+    Attributes:
+        name: empty for the next free run-NNN. root: the folder of all runs.
+        base_dir: what relative paths in the other tables are relative to; empty: the TOML's folder.
+        resume: go on from the latest checkpoint of the run ``name``.
+    """
 
     name: str = ""
     root: str = "runs"
+    base_dir: str = ""
     seed: int = 0
     resume: bool = False
 
@@ -275,6 +282,8 @@ def _check_values(config: RunConfig) -> None:
     if cluster.broker:
         parse_ticket(cluster.broker)
     if cluster.fences and (sum(cluster.fences) != cluster.nodes or min(cluster.fences) < 1):
-        raise UserError(f"cluster.fences {list(cluster.fences)} adds up to {sum(cluster.fences)}, cluster.nodes is {cluster.nodes}")
+        raise UserError(
+            f"cluster.fences {list(cluster.fences)} adds up to {sum(cluster.fences)}, cluster.nodes is {cluster.nodes}"
+        )
     config.fence_links()
     check_microbatches(cluster.nodes, config.num_microbatches)

@@ -71,7 +71,9 @@ class LocalCluster:
             if (code := process.poll()) is not None:
                 path = self._log_folder / f"node{index}.log"
                 lines = path.read_text(errors="replace").strip().splitlines()
-                raise FusionError(f"node{index} ended with code {code}: {lines[-1] if lines else 'no output'} (log: {path})")
+                raise FusionError(
+                    f"node{index} ended with code {code}: {lines[-1] if lines else 'no output'} (log: {path})"
+                )
 
     @property
     def pids(self) -> list[int]:

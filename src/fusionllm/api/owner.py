@@ -197,7 +197,9 @@ class OwnerLink:
                 message = self._control.get(timeout=0.2)
             except queue.Empty:
                 if time.monotonic() > deadline:
-                    raise StallError(f"the owner gave up waiting for {what}; start more nodes or raise cluster.join_timeout_s") from None
+                    raise StallError(
+                        f"the owner gave up waiting for {what}; start more nodes or raise cluster.join_timeout_s"
+                    ) from None
                 continue
             if isinstance(message, FusionError):
                 raise message

@@ -202,9 +202,9 @@ def _scalar(event: Received) -> float:
     kinds: dict[str, Any] = {"float32": np.float32, "float64": np.float64, "float16": np.float16}
     header = event.header
     if header.kind != "output" or header.shape != () or header.dtype not in (*kinds, "bfloat16"):
-        raise FusionError(f"stage {event.stage_index} sent {header.kind} {header.dtype}{list(header.shape)}, not a loss")
+        raise FusionError(
+            f"stage {event.stage_index} sent {header.kind} {header.dtype}{list(header.shape)}, not a loss"
+        )
     if header.dtype == "bfloat16":
         return float((np.frombuffer(event.payload, np.uint16).astype(np.uint32) << 16).view(np.float32)[0])
     return float(np.frombuffer(event.payload, kinds[header.dtype])[0])
-
-

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from fusionllm.errors import PlanError
-from fusionllm.ir.cuts import split_graph
+from fusionllm.estimate.flops import graph_costs
+from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan, StagePlan
-from fusionllm.estimate.flops import graph_costs
 from fusionllm.protocol.membership import Member
 from fusionllm.protocol.messages import Assign, JobOptions, Peer, Planned, Shape
 from fusionllm.schedule.partition import partition_graph
@@ -36,7 +36,10 @@ def plan_job(job: str, graph: OpGraph, options: JobOptions, nodes: Sequence[Memb
     loss_stage = next(i for i, s in enumerate(stages) if graph.outputs[0] in s.outputs)
     producer = {value: i for i, stage in enumerate(stages) for value in stage.send}
     names = tuple(node.name for node in nodes)
-    stage_plans = tuple(_stage_plan(i, node, stage, symbols) for i, (node, stage) in enumerate(zip(nodes, stages)))
+    edges = [0, *boundaries, len(anchored_ops(graph))]
+    stage_plans = tuple(
+        _stage_plan(i, node, stage, symbols, edges[i : i + 2]) for i, (node, stage) in enumerate(zip(nodes, stages))
+    )
     plan = Plan(
         stages=stage_plans,
         pipeline=options.pipeline,
@@ -71,10 +74,12 @@ def plan_job(job: str, graph: OpGraph, options: JobOptions, nodes: Sequence[Memb
     return PlannedJob(planned, assignments)
 
 
-def _stage_plan(index: int, node: Member, stage: OpGraph, symbols: dict[str, int]) -> StagePlan:
+def _stage_plan(index: int, node: Member, stage: OpGraph, symbols: dict[str, int], edges: list[int]) -> StagePlan:
     return StagePlan(
         stage_index=index,
         node=node.name,
+        first_op=edges[0],
+        end_op=edges[1],
         num_ops=len(stage.ops),
         flops=sum(cost.flops for cost in graph_costs(stage, symbols)),
         param_bytes=sum(p.spec.num_bytes({}) for p in stage.params.values()),

@@ -11,6 +11,8 @@ import logging
 import secrets
 import time
 
+import msgspec
+
 from fusionllm.broker.planning import PlannedJob, check_options, plan_job
 from fusionllm.errors import AdmissionError, FusionError, LinkError, ProtocolError
 from fusionllm.ir.graph import decode_graph
@@ -29,6 +31,7 @@ class _Job:
     def __init__(self, job: str, owner: str, machine: JobMachine, stall_s: float) -> None:
         self.job, self.owner, self.machine, self.stall_s = job, owner, machine, stall_s
         self.last_progress_s = time.monotonic()
+        self.link_bytes: dict[str, int] = {}
 
 
 class Broker:
@@ -105,7 +108,13 @@ class Broker:
         channel.peer = join.name
         self._channels[join.name] = channel
         await channel.send(m.Welcome(name=join.name, cert_pem=cert, ca_pem=self._authority.cert_pem))
-        log.info("%s %s joined from %s%s", join.role, join.name, channel.remote_host, f", fence {join.fence}" * bool(join.fence))
+        log.info(
+            "%s %s joined from %s%s",
+            join.role,
+            join.name,
+            channel.remote_host,
+            f", fence {join.fence}" * bool(join.fence),
+        )
         return member
 
     async def _gone(self, name: str, reason: str) -> None:
@@ -133,6 +142,8 @@ class Broker:
         elif isinstance(message, (m.StageReady, m.StageDone, m.StageFailed)):
             job = self._jobs.get(message.job)
             if job is not None:
+                if isinstance(message, m.StageDone):
+                    job.link_bytes.update({f"{name}->{peer}": n for peer, n in message.sent_bytes.items()})
                 await self._perform(job, _step_job(job.machine, name, message))
         else:
             raise ProtocolError(f"{name} sent {type(message).__name__}, which only a broker sends")
@@ -156,7 +167,10 @@ class Broker:
             nodes = self._membership.lease(owner, name, submit.options.num_stages) or []
             # a large graph takes a while to cut; the loop goes on meanwhile
             planned: PlannedJob = await asyncio.get_running_loop().run_in_executor(
-                None, lambda: plan_job(name, decode_graph(submit.graph), submit.options, nodes, self._membership.members[owner])
+                None,
+                lambda: plan_job(
+                    name, decode_graph(submit.graph), submit.options, nodes, self._membership.members[owner]
+                ),
             )
         except FusionError as error:
             self._membership.release(name)
@@ -176,8 +190,9 @@ class Broker:
                 await self._send(job.owner, m.Start(job=job.job))
             elif isinstance(command, CommitStep):
                 commit = m.Commit(job=job.job, seq=command.seq, total_norm=command.total_norm)
-                for name in (*job.machine.stage_nodes, job.owner):
+                for name in job.machine.stage_nodes:
                     await self._send(name, commit)
+                await self._send(job.owner, msgspec.structs.replace(commit, link_bytes=dict(job.link_bytes)))
             elif isinstance(command, FailJob):
                 log.error("%s failed: %s", job.job, command.reason)
                 await self._send(job.owner, m.JobFailed(job=job.job, reason=command.reason))
@@ -209,12 +224,12 @@ class Broker:
             for job in list(self._jobs.values()):
                 if job.machine._ready and time.monotonic() - job.last_progress_s > job.stall_s:
                     job.last_progress_s = time.monotonic()
-                    log.warning("%s has not moved for %.0f s: the job %s", job.job, job.stall_s, job.machine.waiting_for())
+                    log.warning(
+                        "%s has not moved for %.0f s: the job %s", job.job, job.stall_s, job.machine.waiting_for()
+                    )
 
 
-def _step_job(
-    machine: JobMachine, name: str, message: m.StageReady | m.StageDone | m.StageFailed
-) -> list[JobCommand]:
+def _step_job(machine: JobMachine, name: str, message: m.StageReady | m.StageDone | m.StageFailed) -> list[JobCommand]:
     if isinstance(message, m.StageReady):
         return machine.handle_ready(name, message.stage_index)
     if isinstance(message, m.StageDone):

@@ -155,7 +155,13 @@ class NodeAgent:
         shape_links(self._endpoint, assign.peers)
         worker.start()
         self._connecting = asyncio.ensure_future(self._connect(worker))
-        log.info("%s: stage %d of %d, %d operators", assign.job, assign.stage_index, len(assign.stage_nodes), len(worker.graph.ops))
+        log.info(
+            "%s: stage %d of %d, %d operators",
+            assign.job,
+            assign.stage_index,
+            len(assign.stage_nodes),
+            len(worker.graph.ops),
+        )
 
     async def _connect(self, worker: StageWorker) -> None:
         try:
@@ -179,7 +185,11 @@ class NodeAgent:
         """Send a control message; from any thread."""
 
         def post() -> None:
-            task = asyncio.ensure_future(self._channel.send(message))
+            out = message
+            if isinstance(message, m.StageDone):
+                sent = {peer: stats.bytes_sent for peer, stats in self._endpoint.stats().items()}
+                out = msgspec.structs.replace(message, sent_bytes=sent)
+            task = asyncio.ensure_future(self._channel.send(out))
             task.add_done_callback(lambda t: t.cancelled() or t.exception())
 
         self._loop.call_soon_threadsafe(post)

@@ -141,7 +141,9 @@ class StageWorker(threading.Thread):
             raise RemoteProtocolError(f"bad job options: {error}") from None
         if options.pipeline not in PIPELINES:
             raise RemoteProtocolError(f"unknown pipeline schedule {options.pipeline!r}; known: {', '.join(PIPELINES)}")
-        counted = [name for name in self.graph.params if assign.tied.get(name, (assign.stage_index,))[0] == assign.stage_index]
+        counted = [
+            name for name in self.graph.params if assign.tied.get(name, (assign.stage_index,))[0] == assign.stage_index
+        ]
         self._stage = BACKENDS["torch"](
             self.graph, compute, optim, options.num_steps, tied_names=tuple(assign.tied), norm_names=counted
         )
@@ -164,7 +166,9 @@ class StageWorker(threading.Thread):
             try:
                 return self.events.get(timeout=self.assign.options.stall_s)
             except queue.Empty:
-                what = self._machine.waiting_for() if self._ready else f"weights: {', '.join(self._stage.missing()[:4])}"
+                what = (
+                    self._machine.waiting_for() if self._ready else f"weights: {', '.join(self._stage.missing()[:4])}"
+                )
                 if what and not (self._ready and self._machine.idle):
                     log.warning(
                         "stage %d has waited %.0f s for %s", self.assign.stage_index, self.assign.options.stall_s, what
@@ -273,7 +277,10 @@ class StageWorker(threading.Thread):
         gathered = {(slot.key, slot.source): self._tensors.pop(slot) for slot in command.slots}
         gathered.update({(name, self.assign.stage_index): gradient for name, gradient in own.items()})
         self._stage.reduce_tied(
-            {n: [gathered[n, stage] for stage in sorted(stages, reverse=True)] for n, stages in self.assign.tied.items()}
+            {
+                n: [gathered[n, stage] for stage in sorted(stages, reverse=True)]
+                for n, stages in self.assign.tied.items()
+            }
         )
         self._tell(
             m.StageDone(
@@ -298,7 +305,9 @@ class StageWorker(threading.Thread):
         self, stage: int, kind: m.TensorKind, seq: int, microbatch_index: int, key: str, tensor: Any, priority: int
     ) -> None:
         peer = self.assign.owner if stage == s.OWNER else self.assign.stage_nodes[stage]
-        dtype, shape = ("uint8", (0,)) if tensor is None else (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        dtype, shape = (
+            ("uint8", (0,)) if tensor is None else (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        )
         header = m.TensorHeader(kind, self.assign.job, seq, microbatch_index, key, dtype, shape)
         payload = b"" if tensor is None else tensor_to_bytes(tensor)
         future = asyncio.run_coroutine_threadsafe(

@@ -53,7 +53,9 @@ class JobMachine:
         if self.ended:
             return []
         if seq <= self._last_seq or stage_index in self._done:
-            raise RemoteProtocolError(f"node {node} finished step {seq} twice; the last committed one is {self._last_seq}")
+            raise RemoteProtocolError(
+                f"node {node} finished step {seq} twice; the last committed one is {self._last_seq}"
+            )
         if not math.isfinite(square_sum) or square_sum < 0:
             return self._fail(
                 f"the gradient of stage {stage_index} on node {node} is {square_sum} at step {seq}; "

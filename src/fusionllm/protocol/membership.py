@@ -47,7 +47,9 @@ class Membership:
         if not hmac.compare_digest(join.token.encode(), self._token.encode()):
             raise AdmissionError("wrong join token; copy the ticket the broker prints now, it changes at every start")
         if now_s > self._expires_s:
-            raise AdmissionError("the join token has expired; restart the broker (--token-hours sets how long it lasts)")
+            raise AdmissionError(
+                "the join token has expired; restart the broker (--token-hours sets how long it lasts)"
+            )
         if NAME.fullmatch(join.name) is None:
             raise AdmissionError(f"name {join.name[:80]!r}: use 1 to 63 letters, digits, dots, dashes or underscores")
         if join.name in self.members or join.name == "broker":
@@ -84,6 +86,4 @@ class Membership:
 
     def release(self, job: str) -> None:
         """The job is over; its machines are idle again."""
-        self.members.update(
-            {m.name: msgspec.structs.replace(m, job="") for m in self.members.values() if m.job == job}
-        )
+        self.members.update({m.name: msgspec.structs.replace(m, job="") for m in self.members.values() if m.job == job})

@@ -23,7 +23,9 @@ MAX_CONTROL_BYTES = 300 << 20
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 Role = Literal["node", "owner"]
-TensorKind = Literal["input", "activation", "gradient", "tied", "output", "weight", "optimizer", "step", "fetch", "done"]
+TensorKind = Literal[
+    "input", "activation", "gradient", "tied", "output", "weight", "optimizer", "step", "fetch", "done"
+]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -115,12 +117,18 @@ class StageReady(_Message):
 
 
 class StageDone(_Message):
-    """The stage holds the gradients of a step. ``square_sum``: its share of the squared global norm."""
+    """The stage holds the gradients of a step.
+
+    Attributes:
+        square_sum: its share of the squared global norm.
+        sent_bytes: peer -> bytes sent to it since the job began.
+    """
 
     job: str
     stage_index: int
     seq: int
     square_sum: float
+    sent_bytes: dict[str, int] = {}
 
 
 class StageFailed(_Message):
@@ -173,9 +181,12 @@ class Start(_Message):
 
 
 class Commit(_Message):
+    """All stages update now. ``link_bytes``: ``"a->b"`` -> bytes since the job began (to the owner only)."""
+
     job: str
     seq: int
     total_norm: float
+    link_bytes: dict[str, int] = {}
 
 
 class JobFailed(_Message):
@@ -258,7 +269,9 @@ class Ticket(msgspec.Struct, frozen=True):
         return f"fusion1:{self.host}:{self.port}:{self.fingerprint}:{self.token}"
 
 
-_TICKET = re.compile(r"fusion(\d+):([A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:.]+\]):(\d{1,5}):([0-9a-f]{64}):([A-Za-z0-9_-]{8,128})")
+_TICKET = re.compile(
+    r"fusion(\d+):([A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:.]+\]):(\d{1,5}):([0-9a-f]{64}):([A-Za-z0-9_-]{8,128})"
+)
 
 
 def parse_ticket(text: str) -> Ticket:
@@ -270,7 +283,9 @@ def parse_ticket(text: str) -> Ticket:
             "it looks like fusion1:HOST:PORT:FINGERPRINT:TOKEN"
         )
     if match[1] != "1" or not 0 < int(match[3]) < 65536:
-        raise UserError(f"ticket of version {match[1]} and port {match[3]}; this program reads version 1, ports 1-65535")
+        raise UserError(
+            f"ticket of version {match[1]} and port {match[3]}; this program reads version 1, ports 1-65535"
+        )
     return Ticket(match[2].strip("[]"), int(match[3]), match[4], match[5])
 
 

@@ -139,7 +139,9 @@ class StageMachine:
             "tied": slot.source in self._tied.get(slot.key, ()) and slot.source != self.stage_index,
         }.get(slot.kind, False)
         if not expected or not current <= slot.seq <= current + MAX_STEPS_AHEAD or slot in self._arrived:
-            raise RemoteProtocolError(f"unexpected {slot.kind} {slot.key!r} of step {slot.seq} from {_who(slot.source)}")
+            raise RemoteProtocolError(
+                f"unexpected {slot.kind} {slot.key!r} of step {slot.seq} from {_who(slot.source)}"
+            )
         self._arrived.add(slot)
         return self._advance()
 

@@ -1,0 +1,288 @@
+"""The command line: `fusionllm train | broker | join | graph | export`. The roof: parses, calls the api, prints.
+
+Heavy imports happen inside the commands, so that `--help` and `--version` answer at once and broker needs no torch.
+Exit codes: 0 done, 1 the run failed, 2 something given was wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from fusionllm import __version__
+from fusionllm.errors import FusionError
+
+app = typer.Typer(
+    name="fusionllm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train any PyTorch model across scattered, unequal machines joined by slow links.",
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"fusionllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train any PyTorch model across scattered, unequal machines joined by slow links."""
+
+
+@app.command()
+def train(
+    run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's configuration.", show_default=False)],
+    nodes: Annotated[int | None, typer.Option(help="Stages, one per node; as cluster.nodes.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run; as run.name.")] = None,
+    broker: Annotated[str | None, typer.Option(help="Join ticket of a broker; none: nodes on this machine.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint of the run.")] = False,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the TOML.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print events as JSON lines, the summary last.")] = False,
+) -> None:
+    """Train a model as RUN.toml says; results go to runs/NAME.
+
+    Examples:
+
+      fusionllm train examples/quickstart.toml
+
+      fusionllm train my.toml --nodes 4 --set train.steps=200 --set optimizer.lr=1e-3
+
+      fusionllm train my.toml --broker fusion1:HOST:PORT:...:...
+    """
+    overrides = list(sets or [])
+    for key, value in (("cluster.nodes", nodes), ("run.name", name), ("cluster.broker", broker)):
+        if value is not None:
+            overrides.append(f"{key}={json.dumps(value)}")
+    if nodes is not None:
+        overrides.append("cluster.fences=[]")
+    if resume:
+        overrides.append("run.resume=true")
+
+    def work() -> None:
+        from fusionllm.cli.progress import JsonReporter, LiveReporter
+
+        _check_toml(run_toml)
+        from fusionllm.api import load_config
+        from fusionllm.api import train as train_verb
+        from fusionllm.telemetry.log import configure_logging
+
+        config = load_config(run_toml, overrides)
+        configure_logging("owner", "warning")
+        with JsonReporter() if as_json else LiveReporter(config.train.steps) as reporter:
+            result = train_verb(config=run_toml, overrides=tuple(overrides), progress=reporter)
+        reporter.finish(result)
+        if result.stopped_early:
+            raise typer.Exit(130)
+
+    _guard(work)
+
+
+@app.command()
+def broker(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 7654,
+    advertise: Annotated[str | None, typer.Option(help="Host name written into the ticket.")] = None,
+    token_hours: Annotated[float, typer.Option(help="Hours for which the join ticket is good.")] = 24.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ticket as JSON.")] = False,
+) -> None:
+    """Run a broker; prints the join ticket that nodes and owners use. Needs no torch.
+
+    Example:
+
+      fusionllm broker --advertise my.host.org
+    """
+
+    def work() -> None:
+        import asyncio
+        import socket
+
+        from fusionllm.broker import Broker
+        from fusionllm.telemetry.log import configure_logging
+
+        configure_logging("broker")
+        shown = advertise or (host if host not in ("0.0.0.0", "::") else socket.gethostname())
+
+        async def serve() -> None:
+            server = Broker(host, port, advertise=shown, token_hours=token_hours)
+            ticket = await server.start()
+            line = json.dumps({"ticket": str(ticket)}) if as_json else f"fusionllm join {ticket}"
+            print(line, flush=True)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await server.close()
+
+        asyncio.run(serve())
+
+    _guard(work)
+
+
+@app.command()
+def join(
+    ticket: Annotated[
+        str,
+        typer.Argument(
+            help="The ticket that `fusionllm broker` printed.", envvar="FUSIONLLM_TICKET", show_default=False
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="Name of this machine; default: host name and a random part.")] = "",
+    fence: Annotated[str, typer.Option(help="Name of the site, for nodes that are near each other.")] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on for tensors.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port to listen on for tensors; 0 for any.")] = 0,
+    advertise: Annotated[str, typer.Option(help="Host name others reach this machine under.")] = "",
+    parent_pipe: Annotated[bool, typer.Option("--parent-pipe", hidden=True)] = False,
+) -> None:
+    """Lend this machine: run stages for the broker of TICKET until Ctrl-C. Only listed operators are executed.
+
+    Example:
+
+      fusionllm join fusion1:HOST:PORT:FINGERPRINT:TOKEN --fence lab1
+    """
+
+    def work() -> None:
+        if parent_pipe:
+            _die_with_parent()
+        from fusionllm.node.agent import NodeAgent, NodeConfig
+        from fusionllm.node.loop import run_loop
+        from fusionllm.protocol.messages import parse_ticket
+        from fusionllm.telemetry.log import configure_logging
+
+        config = NodeConfig(
+            ticket=parse_ticket(ticket), name=name, fence=fence, host=host, port=port, advertise=advertise
+        )
+        agent = NodeAgent(config)
+        configure_logging(agent.name)
+        run_loop(agent.run())
+
+    _guard(work)
+
+
+@app.command()
+def graph(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="gpt2, llama, a Hugging Face folder or config.json, or python:module:function, or a run's TOML."
+        ),
+    ],
+    batch: Annotated[int, typer.Option(help="Rows, for bytes and FLOPs.")] = 1,
+    seq_len: Annotated[int, typer.Option(help="Tokens per row, for language models.")] = 128,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the model's config.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    dot: Annotated[bool, typer.Option("--dot", help="Print the graph in Graphviz's language.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Print the graph in its own text form.")] = False,
+) -> None:
+    """Show a model as an OP-DAG: operators, parameters, FLOPs, and what would cross at the best cuts.
+
+    Examples:
+
+      fusionllm graph gpt2 --set n_layer=4
+
+      fusionllm graph examples/quickstart.toml --dot | dot -Tsvg > graph.svg
+    """
+
+    def work() -> None:
+        from fusionllm.cli.graph import show_graph
+
+        show_graph(
+            model, batch, seq_len, list(sets or []), "json" if as_json else "dot" if dot else "text" if text else ""
+        )
+
+    _guard(work)
+
+
+@app.command()
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The run's folder, e.g. runs/quickstart.", show_default=False)
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder to write.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the latest.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Write a run's checkpoint as a Hugging Face folder that from_pretrained loads.
+
+    Example:
+
+      fusionllm export runs/quickstart my-model
+    """
+
+    def work() -> None:
+        from fusionllm.api import export as export_verb
+
+        out = export_verb(run, folder, step=step)
+        print(
+            json.dumps({"folder": str(out)})
+            if as_json
+            else f"wrote {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})"
+        )
+
+    _guard(work)
+
+
+def _check_toml(path: Path) -> None:
+    """Fail on a missing or malformed file before anything heavy is imported."""
+    from fusionllm.errors import UserError
+
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*.toml"))[:5] if path.parent.is_dir() else []
+        raise UserError(f"no such file: {path}" + ("; there is " + ", ".join(near) if near else ""))
+
+
+def _die_with_parent() -> None:
+    """End this process as soon as its standard input, a pipe from its parent, ends."""
+    import threading
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-pipe", daemon=True).start()
+
+
+def _guard(work: Callable[[], None]) -> None:
+    """Run a command; errors of ours become one sentence and an exit code, Ctrl-C becomes 130."""
+    try:
+        work()
+    except FusionError as error:
+        _stop(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _stop("interrupted", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise typer.Exit(1) from None
+
+
+def _stop(message: str, code: int) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """Entry point."""
+    return app(args=argv, prog_name="fusionllm")
+
+
+if __name__ == "__main__":
+    main()
