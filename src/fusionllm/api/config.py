@@ -61,7 +61,8 @@ class TrainTable(_Table):
         recompute: keep only a stage's inputs and run its forward again in the backward.
         tied: ``step`` sums a tied gradient over the stages once a step, ``microbatch`` for every microbatch, which
             costs that many times the bytes and equals a single process bit for bit.
-        eval_every, checkpoint_every: in steps, 0 for only at the end. eval_batches: microbatches per evaluation, 0: all.
+        eval_every, checkpoint_every: in steps, 0 for only at the end.
+        eval_batches: microbatches per evaluation, 0: all.
         prefetch: steps whose data is sent ahead.
     """
 

@@ -95,7 +95,8 @@ class StageWorker(threading.Thread):
         limit = self.assign.options.microbatch_size
         if not fits or any(size > limit for size in symbols.values()):
             raise RemoteProtocolError(
-                f"{header.kind} {header.key!r} is {header.dtype}{list(header.shape)}, expected {spec}, rows up to {limit}"
+                f"{header.kind} {header.key!r} is {header.dtype}{list(header.shape)}, "
+                f"expected {spec}, rows up to {limit}"
             )
         if header.codec != "identity" or num_bytes != spec.num_bytes(symbols):
             raise RemoteProtocolError(f"{header.kind} {header.key!r}: {num_bytes} bytes, codec {header.codec!r}")

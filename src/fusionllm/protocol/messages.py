@@ -56,7 +56,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the broker needs to plan, and what it passes on unread (``optim``, ``compute``: JSON of that room's structs)."""
+    """What the broker needs to plan, and what it passes on unread (``optim``, ``compute``: JSON of their room)."""
 
     num_stages: int
     partition: str

@@ -184,7 +184,7 @@ class StageMachine:
     def _begin(self) -> None:
         order = self._orders[0]
         program = self._program(len(order.rows), order.train)
-        # SEND and RECV of a chain end have no partner; the machine sends what the graph says, right where a SEND may stand
+        # RECV is the wait of its F or B, SEND follows it at once: what is sent where, the graph says
         self._actions = deque(a for a in program.actions if a.kind in ("F", "B", "UPDATE"))
         self._sent_tied = self._reported = False
 

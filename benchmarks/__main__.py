@@ -1,0 +1,43 @@
+"""Run benchmarks: ``python -m benchmarks NAME [options] --json``.
+
+Each compares side by side in one run and reports medians. A table for people comes first; with ``--json`` the last line
+is one JSON object with the keys that the results table of the README names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+
+#: name -> module with ``run(argv) -> dict`` and ``table(result) -> str``.
+BENCHMARKS = {
+    "equality": "benchmarks.equality",
+    "overhead": "benchmarks.overhead",
+    "pipeline": "benchmarks.pipeline",
+    "session": "benchmarks.session",
+    "startup": "benchmarks.startup",
+    "codecs": "benchmarks.codecs",
+}
+
+
+def main(argv: list[str]) -> int:
+    as_json = "--json" in argv
+    rest = [word for word in argv if word != "--json"]
+    if not rest or rest[0] in ("-h", "--help") or rest[0] not in (*BENCHMARKS, "all"):
+        print(__doc__)
+        print(f"NAME is one of: {', '.join(BENCHMARKS)}, or all")
+        return 0 if rest and rest[0] in ("-h", "--help") else 2
+    names = list(BENCHMARKS) if rest[0] == "all" else [rest[0]]
+    results = {}
+    for name in names:
+        module = import_module(BENCHMARKS[name])
+        results[name] = module.run(rest[1:])
+        print(module.table(results[name]), flush=True)
+    if as_json:
+        print(json.dumps(results[names[0]] if len(names) == 1 else results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
