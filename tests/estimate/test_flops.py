@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from tests.strategies import dataflows
@@ -29,7 +30,7 @@ class Builder:
         self.params[name] = Param(f"p:{name}", spec(*shape))
         return f"p:{name}"
 
-    def op(self, name, shape, **refs) -> str:
+    def op(self, name, shape, /, **refs) -> str:
         args = {arg: {"r": ref} if isinstance(ref, str) else ref for arg, ref in refs.items()}
         out = f"v{len(self.ops)}"
         self.ops.append(Op(name=f"aten.{name}", args=args, outs=(out,), specs=(spec(*shape),)))
@@ -111,6 +112,12 @@ def test_each_kind_of_operator(name, out, operands, flops):
     assert op_flops(op, {k: spec(*shape) for k, shape in operands.items()}, {}) == flops
 
 
+def test_operands_of_too_few_dimensions_are_named():
+    op = Op(name="aten.scaled_dot_product_attention.default", args={}, outs=("y",), specs=(spec(B),))
+    with pytest.raises(GraphError, match="too few dimensions"):
+        op_flops(op, {}, {})
+
+
 def test_a_symbol_without_a_value_is_named():
     with pytest.raises(GraphError, match="needs symbol 'B'"):
         graph_costs(gpt2(), {})
@@ -119,6 +126,8 @@ def test_a_symbol_without_a_value_is_named():
 @settings(deadline=None)
 @given(dataflows())
 def test_costs_are_per_operator_and_not_negative(drawn):
+    ops = (msgspec.structs.replace(op, name="aten.add.Tensor") if "attention" in op.name else op for op in drawn.ops)
+    drawn = msgspec.structs.replace(drawn, ops=tuple(ops))
     costs = graph_costs(drawn, {"B": 3})
     assert len(costs) == len(drawn.ops)
     assert all(c.flops >= 0 and c.output_bytes >= 0 and c.param_bytes >= 0 for c in costs)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from fusionllm.errors import GraphError
 from fusionllm.ir.cuts import anchored_ops
 from fusionllm.ir.graph import UNUSED, Op, OpGraph
 from fusionllm.ir.tensor import TensorSpec
@@ -63,7 +64,7 @@ def op_flops(op: Op, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int]
         symbols: value of every symbolic size.
 
     Raises:
-        GraphError: a shape names a symbol that is not given.
+        GraphError: a shape names a symbol that is not given, or an operand has too few dimensions.
     """
     name = base_name(op.name)
     if not op.name.startswith(("aten.", "ir.")) or name in _MOVES:
@@ -71,7 +72,10 @@ def op_flops(op: Op, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int]
     formula = _PRODUCTS.get(name)
     if formula is not None:
         shapes = [_shape(op, arg, specs, symbols) for arg in _OPERANDS[name]]
-        return float(formula(shapes, op.specs[0].concrete(symbols)))
+        try:
+            return float(formula(shapes, op.specs[0].concrete(symbols)))
+        except IndexError:
+            raise GraphError(f"{op.name} with operands of shapes {shapes}: too few dimensions") from None
     sizes = [specs[ref].numel(symbols) for ref in op.refs() if specs[ref].is_tensor]
     return float(max([*sizes, *(s.numel(symbols) for s in op.specs if s.is_tensor)], default=0))
 

@@ -1,0 +1,199 @@
+"""Timeline: exact replay of StagePrograms on modelled devices and links. What a step takes, and who waits.
+
+Pure decision: seconds and rates come in as arguments, no clock. On the path: StageProgram + costs -> **Timeline** ->
+planner (which plan is fastest) and people (the stage-by-time grid). The programs are the ones the nodes execute.
+
+The model: a stage does one thing at a time, in its program's order. Links are full duplex; each direction carries one
+message at a time, in the order sent; a message is there ``latency_s`` after its last byte left. Sends do not hold up
+the sender.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from fusionllm.errors import PlanError
+from fusionllm.ir.program import Action, StageProgram, needed_send
+from fusionllm.units import format_duration
+
+
+class LinkModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The link between stage k and k+1 and what crosses it per microbatch. Bytes are those on the wire."""
+
+    forward_bytes: float
+    backward_bytes: float
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+    back_bandwidth_bytes_per_s: float | None = None
+
+    def transfer_s(self, kind: str) -> float:
+        """Seconds the line is busy with one message of ``SEND_F`` or ``SEND_B``."""
+        back = self.back_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
+        return self.forward_bytes / self.bandwidth_bytes_per_s if kind == "SEND_F" else self.backward_bytes / back
+
+
+class StageModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds one stage computes: per microbatch forward and backward, and the update at the end of the step."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float = 0.0
+
+    def compute_s(self, kind: str) -> float:
+        return {"F": self.forward_s, "B": self.backward_s, "UPDATE": self.update_s}.get(kind, 0.0)
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When an action ran. For RECV, from when the stage began to wait until the message was there."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A replayed step.
+
+    Attributes:
+        step_s: from the start until the last stage is done.
+        busy_s: seconds each stage computes.
+        link_busy_s: seconds each link is busy in its busier direction, one entry per pair of neighbours.
+        spans: per stage, its actions in order.
+    """
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    link_busy_s: tuple[float, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        return tuple(self.step_s - busy for busy in self.busy_s)
+
+    @property
+    def bubble(self) -> float:
+        """Share of all stages' time in which nothing is computed, 0 to 1."""
+        return 1 - sum(self.busy_s) / (self.step_s * len(self.busy_s)) if self.step_s > 0 else 0.0
+
+    @property
+    def bottleneck(self) -> str:
+        """The busiest stage or link in words, e.g. ``"link 0-1, busy 93 % of the step"``."""
+        shares = [(busy, f"stage {k}") for k, busy in enumerate(self.busy_s)]
+        shares += [(busy, f"link {k}-{k + 1}") for k, busy in enumerate(self.link_busy_s)]
+        busy, name = max(shares, key=lambda pair: pair[0])
+        return f"{name}, busy {busy / self.step_s if self.step_s else 0:.0%} of the step".replace("%", " %")
+
+
+def replay(programs: Sequence[StageProgram], stages: Sequence[StageModel], links: Sequence[LinkModel]) -> Timeline:
+    """Play the programs of one step.
+
+    Args:
+        programs: one per stage, as `schedule.pipeline.build_programs` gives them.
+        stages: one per stage. links: one per pair of neighbours, ``links[k]`` between stage k and k+1.
+
+    Raises:
+        PlanError: counts that do not match, a rate that is not above zero, or programs that deadlock.
+    """
+    if len(stages) != len(programs) or len(links) != max(0, len(programs) - 1):
+        raise PlanError(f"{len(programs)} programs, {len(stages)} stages and {len(links)} links; expected n, n, n - 1")
+    if any(min(link.bandwidth_bytes_per_s, link.back_bandwidth_bytes_per_s or 1) <= 0 for link in links):
+        raise PlanError("a link with a rate that is not above zero; leave its nodes out or measure again")
+    run = _Replay(programs, stages, links)
+    run.play()
+    busy = tuple(sum(s.end_s - s.start_s for s in spans if s.action.kind in _COMPUTE) for spans in run.spans)
+    return Timeline(
+        step_s=max(run.clock),
+        busy_s=busy,
+        link_busy_s=tuple(max(run.line_s[k, "SEND_F"], run.line_s[k, "SEND_B"]) for k in range(len(links))),
+        spans=tuple(tuple(spans) for spans in run.spans),
+    )
+
+
+_COMPUTE = ("F", "B", "UPDATE")
+
+
+class _Replay:
+    """State of a replay: a clock per stage, when each direction of a link is free, when each message arrives."""
+
+    def __init__(
+        self, programs: Sequence[StageProgram], stages: Sequence[StageModel], links: Sequence[LinkModel]
+    ) -> None:
+        self.programs, self.stages, self.links = programs, stages, links
+        self.clock = [0.0] * len(programs)
+        self.spans: list[list[Span]] = [[] for _ in programs]
+        self.free_s = {(k, kind): 0.0 for k in range(len(links)) for kind in ("SEND_F", "SEND_B")}
+        self.line_s = dict.fromkeys(self.free_s, 0.0)
+        self.arrival_s: dict[tuple[int, str, int], float] = {}
+        self.waiters: dict[tuple[int, str, int], int] = {}
+
+    def play(self) -> None:
+        """Run each stage until it waits for a message that is not sent yet; its sender wakes it."""
+        ready = deque(range(len(self.programs)))
+        while ready:
+            stage_index = ready.popleft()
+            actions = self.programs[stage_index].actions
+            while len(self.spans[stage_index]) < len(actions):
+                action = actions[len(self.spans[stage_index])]
+                needed = needed_send(action)
+                if needed is not None and needed not in self.arrival_s:
+                    self.waiters[needed] = stage_index
+                    break
+                self._perform(stage_index, action, needed, ready)
+        stuck = [str(p.actions[len(s)]) for p, s in zip(self.programs, self.spans) if len(s) < len(p.actions)]
+        if stuck:
+            raise PlanError(f"the programs deadlock; waiting: {' '.join(stuck)}")
+
+    def _perform(
+        self, stage_index: int, action: Action, needed: tuple[int, str, int] | None, ready: deque[int]
+    ) -> None:
+        start = self.clock[stage_index]
+        if needed is not None:
+            end = max(start, self.arrival_s[needed])
+        else:
+            end = start + self.stages[stage_index].compute_s(action.kind)
+        if action.kind in ("SEND_F", "SEND_B"):
+            self._send(stage_index, action, ready)
+        self.clock[stage_index] = end
+        self.spans[stage_index].append(Span(action, start, end))
+
+    def _send(self, stage_index: int, action: Action, ready: deque[int]) -> None:
+        link_index = stage_index if action.kind == "SEND_F" else stage_index - 1
+        link, line = self.links[link_index], (link_index, action.kind)
+        transfer = link.transfer_s(action.kind)
+        self.free_s[line] = max(self.free_s[line], self.clock[stage_index]) + transfer
+        self.line_s[line] += transfer
+        message = stage_index, action.kind, action.microbatch_index
+        self.arrival_s[message] = self.free_s[line] + link.latency_s
+        if message in self.waiters:
+            ready.append(self.waiters.pop(message))
+
+
+def format_grid(timeline: Timeline, width: int = 72) -> str:
+    """The step as a picture: a row per stage, time to the right.
+
+    Digits are forwards, letters backwards (0 and a are microbatch 0, 10, 20 ...), ``U`` updates and ``.`` waits.
+    """
+    rows = []
+    scale = width / timeline.step_s if timeline.step_s > 0 else 0.0
+    for stage_index, spans in enumerate(timeline.spans):
+        cells = ["."] * width
+        for span in spans:
+            if span.action.kind in _COMPUTE and span.end_s > span.start_s:
+                first = min(width - 1, round(span.start_s * scale))
+                last = max(first + 1, min(width, round(span.end_s * scale)))
+                cells[first:last] = _mark(span.action) * (last - first)
+        idle = timeline.idle_s[stage_index]
+        rows.append(f"stage {stage_index:>3} |{''.join(cells)}| idle {format_duration(idle)}")
+    rows.append(f"step {format_duration(timeline.step_s)}, bubble {timeline.bubble * 100:.0f} %, {timeline.bottleneck}")
+    return "\n".join(rows)
+
+
+def _mark(action: Action) -> str:
+    if action.kind == "UPDATE":
+        return "U"
+    return (
+        "0123456789"[action.microbatch_index % 10] if action.kind == "F" else "abcdefghij"[action.microbatch_index % 10]
+    )
