@@ -11,7 +11,7 @@ from tests.strategies import dataflows
 
 from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.cuts import Cut, anchored_ops, list_cuts, split_graph
-from fusionllm.schedule.partition import PARTITIONERS, equal_compute, equal_number, partition_graph
+from fusionllm.schedule.partition import PARTITIONERS, equal_compute, equal_number, partition_graph, proportional
 
 
 @st.composite
@@ -57,6 +57,14 @@ def test_a_cheap_cut_near_the_target_is_preferred():
     assert equal_number(cuts, [0.0] * 20, 2) == [10]
     assert equal_number(cuts, [0.0] * 20, 4) == [5, 10, 15]
     assert equal_compute(cuts, [1.0] * 10 + [3.0] * 10, 2) == [15]
+
+
+def test_stages_follow_their_shares():
+    cuts = [Cut(i, ("v",), 1) for i in range(1, 100)]
+    assert proportional(cuts, [1.0] * 100, [1, 2, 7]) == [10, 30]
+    assert proportional(cuts[:2], [1.0] * 100, [7, 2, 1]) == [1, 2]
+    with pytest.raises(PlanError, match="share 0"):
+        proportional(cuts, [1.0] * 100, [1, 0])
 
 
 def test_a_large_graph_is_partitioned():

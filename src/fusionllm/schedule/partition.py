@@ -3,7 +3,7 @@
 Pure decision: takes cuts and costs as numbers, knows no graph execution, device or link (``schedule`` and ``estimate``
 are strangers, so costs come in as arguments). On the path: CostTable -> **boundaries** -> `ir.cuts.split_graph`.
 
-Both partitioners share one rule. Around each balanced target lies a window of 30 % of a stage to either side. The cuts
+All partitioners share one rule. Around each balanced target lies a window of 30 % of a stage to either side. The cuts
 of fewest bytes in each window are the candidates, and among these the largest stage is made as small as possible. When
 a window holds no cut (few or very unequal operators), all cuts are candidates: any count up to the operators works.
 """
@@ -18,7 +18,7 @@ from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.cuts import Cut, anchored_ops, list_cuts
 from fusionllm.ir.graph import OpGraph
 
-#: Half width of the window around a balanced target, in stages. Below 0.5, so that windows never overlap.
+#: Half width of the window around a balanced target, in parts of the smaller neighbouring stage. Below 0.5, so that windows never overlap.
 WINDOW = 0.3
 
 Partitioner = Callable[[Sequence[Cut], Sequence[float], int], list[int]]
@@ -30,57 +30,66 @@ def equal_number(cuts: Sequence[Cut], costs: Sequence[float], num_stages: int) -
 
 
 def equal_compute(cuts: Sequence[Cut], costs: Sequence[float], num_stages: int) -> list[int]:
-    """Stages of about the same cost, cut where few bytes cross.
+    """Stages of about the same cost: `proportional` with equal shares."""
+    if num_stages < 1:
+        raise PlanError(f"num_stages is {num_stages}; it must be at least 1")
+    return proportional(cuts, costs, [1.0] * num_stages)
+
+
+def proportional(cuts: Sequence[Cut], costs: Sequence[float], shares: Sequence[float]) -> list[int]:
+    """Stages whose costs are in proportion to ``shares``, cut where few bytes cross.
 
     Args:
         cuts: the legal cuts in order, as `ir.cuts.list_cuts` gives them.
         costs: one number >= 0 per anchored operator, in any unit, e.g. forward FLOPs.
-        num_stages: at least 1.
+        shares: one number > 0 per stage, e.g. the speed of its node.
 
     Returns:
-        ``num_stages - 1`` increasing boundaries into the sequence of anchored operators.
+        ``len(shares) - 1`` increasing boundaries into the sequence of anchored operators.
 
     Raises:
         PlanError: more stages than there are operators, or places to cut.
     """
-    if num_stages < 1:
-        raise PlanError(f"num_stages is {num_stages}; it must be at least 1")
+    num_stages = len(shares)
     if num_stages > len(cuts) + 1:
         raise PlanError(
             f"more stages than operators: {num_stages} stages, but the graph can be cut into at most {len(cuts) + 1}; "
             f"lower num_stages to {len(cuts) + 1} or fewer"
         )
+    if min(shares) <= 0:
+        raise PlanError(f"a stage with share {min(shares)}; every share must be above zero")
     if num_stages == 1:
         return []
     prefix = [0.0, *accumulate(float(c) for c in costs)]
     if prefix[-1] <= 0:
         prefix = [float(i) for i in range(len(costs) + 1)]
-    windows = _windows(cuts, prefix, num_stages)
+    # what each stage should cost
+    fair = [prefix[-1] * share / sum(shares) for share in shares]
+    windows = _windows(cuts, prefix, fair)
     if all(windows):
-        return _best_of_windows(windows, prefix)
-    return _smallest_bottleneck([c.boundary for c in cuts], prefix, num_stages)
+        return _best_of_windows(windows, prefix, fair)
+    return _smallest_bottleneck([c.boundary for c in cuts], prefix, fair)
 
 
-def _windows(cuts: Sequence[Cut], prefix: Sequence[float], num_stages: int) -> list[list[int]]:
+def _windows(cuts: Sequence[Cut], prefix: Sequence[float], fair: Sequence[float]) -> list[list[int]]:
     """Per target, the boundaries of fewest bytes within the window."""
-    total = prefix[-1]
     places = [prefix[c.boundary] for c in cuts]
     windows = []
-    for k in range(1, num_stages):
-        low, high = total * (k - WINDOW) / num_stages, total * (k + WINDOW) / num_stages
-        inside = cuts[bisect_right(places, low) : bisect_right(places, high)]
+    for target, left, right in zip(accumulate(fair), fair, fair[1:]):
+        reach = WINDOW * min(left, right)
+        inside = cuts[bisect_right(places, target - reach) : bisect_right(places, target + reach)]
         least = min(((c.num_bytes, len(c.values)) for c in inside), default=None)
         windows.append([c.boundary for c in inside if (c.num_bytes, len(c.values)) == least])
     return windows
 
 
-def _best_of_windows(windows: Sequence[Sequence[int]], prefix: Sequence[float]) -> list[int]:
+def _best_of_windows(windows: Sequence[Sequence[int]], prefix: Sequence[float], fair: Sequence[float]) -> list[int]:
     """One boundary per window: the largest stage as small as possible, then the most even (least sum of squares)."""
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for window in [*windows, [len(prefix) - 1]]:
+    for window, wanted in zip([*windows, [len(prefix) - 1]], fair):
         best = {
             end: min(
-                (max(top, cost := prefix[end] - prefix[start]), squares + cost * cost, (*path, end))
+                (max(top, load := (prefix[end] - prefix[start]) / wanted), squares + load * load, (*path, end))
                 for start, (top, squares, path) in best.items()
             )
             for end in window
@@ -89,24 +98,25 @@ def _best_of_windows(windows: Sequence[Sequence[int]], prefix: Sequence[float]) 
     return list(path[:-1])
 
 
-def _smallest_bottleneck(places: Sequence[int], prefix: Sequence[float], num_stages: int) -> list[int]:
-    """Any boundaries of ``places``: bisect the limit on a stage's cost, fill stages up to it from the front."""
+def _smallest_bottleneck(places: Sequence[int], prefix: Sequence[float], fair: Sequence[float]) -> list[int]:
+    """Any boundaries of ``places``: bisect how far stages may exceed their fair cost, fill them from the front."""
     sums = [prefix[b] for b in places]
+    num_stages = len(fair)
 
     def fill(limit: float) -> list[int] | None:
         chosen: list[int] = []
         start = 0.0
         for k in range(1, num_stages):
             first = chosen[-1] + 1 if chosen else 0
-            furthest = bisect_right(sums, start + limit) - 1
+            furthest = bisect_right(sums, start + limit * fair[k - 1]) - 1
             at = min(furthest, len(places) - (num_stages - k))
             if at < first:
                 return None
             chosen.append(at)
             start = sums[at]
-        return chosen if prefix[-1] - start <= limit else None
+        return chosen if prefix[-1] - start <= limit * fair[-1] else None
 
-    low, high = prefix[-1] / num_stages, prefix[-1] * (1 + 1e-9)
+    low, high = 1.0, prefix[-1] / min(fair) * (1 + 1e-9)
     found = fill(high)
     assert found is not None  # every stage fits under the cost of the whole, and there are enough places
     for _ in range(60):
