@@ -79,10 +79,12 @@ def test_a_large_graph_is_partitioned():
 def test_a_graph_is_partitioned_and_split(drawn, data):
     num_stages = data.draw(st.integers(1, len(list_cuts(drawn, {"B": 2})) + 1))
     method = data.draw(st.sampled_from(sorted(PARTITIONERS)))
-    boundaries = partition_graph(drawn, num_stages, method, {"B": 2})
-    assert len(split_graph(drawn, boundaries)) == num_stages
     costs = [float(i) for i, _ in enumerate(anchored_ops(drawn))]
-    assert len(partition_graph(drawn, num_stages, method, {"B": 2}, costs)) == num_stages - 1
+    boundaries = partition_graph(drawn, num_stages, method, {"B": 2}, costs)
+    assert len(split_graph(drawn, boundaries)) == num_stages
+    assert len(partition_graph(drawn, num_stages, "equal-number", {"B": 2})) == num_stages - 1
+    with pytest.raises(PlanError, match="needs the operators' costs"):
+        partition_graph(drawn, num_stages, "equal-compute", {"B": 2})
     with pytest.raises(PlanError, match="costs for a graph"):
         partition_graph(drawn, num_stages, method, {"B": 2}, [*costs, 1.0])
     with pytest.raises(UserError, match="known: equal-number, equal-compute"):

@@ -18,7 +18,8 @@ from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.cuts import Cut, anchored_ops, list_cuts
 from fusionllm.ir.graph import OpGraph
 
-#: Half width of the window around a balanced target, in parts of the smaller neighbouring stage. Below 0.5, so that windows never overlap.
+#: Half width of the window around a balanced target, in parts of the smaller neighbouring stage.
+#: Below 0.5, so that windows never overlap.
 WINDOW = 0.3
 
 Partitioner = Callable[[Sequence[Cut], Sequence[float], int], list[int]]
@@ -144,15 +145,19 @@ def partition_graph(
     Args:
         method: a name of ``PARTITIONERS``.
         symbols: concrete sizes to count bytes with, e.g. ``{"B": microbatch_size}``.
-        costs: cost of each anchored operator, e.g. `estimate.flops.anchored_flops`; without it all cost the same.
+        costs: cost of each anchored operator, e.g. `estimate.flops.anchored_flops`; equal-number needs none.
 
     Raises:
-        UserError: unknown method. PlanError: more stages than operators, or costs for another graph.
+        UserError: unknown method. PlanError: more stages than operators, costs missing or for another graph.
     """
     partitioner = PARTITIONERS.get(method)
     if partitioner is None:
         raise UserError(f"unknown partitioner {method!r}; known: {', '.join(PARTITIONERS)}")
     num_ops = len(anchored_ops(graph))
+    if costs is None and method != "equal-number":
+        raise PlanError(
+            f"{method} needs the operators' costs; pass costs=estimate.flops.anchored_flops(graph, symbols)"
+        )
     if costs is not None and len(costs) != num_ops:
         raise PlanError(f"{len(costs)} costs for a graph of {num_ops} operators to distribute; give one per operator")
     return partitioner(list_cuts(graph, symbols), [1.0] * num_ops if costs is None else costs, num_stages)
