@@ -96,6 +96,12 @@ def test_gpt2_costs_two_operations_a_parameter_and_token_plus_attention():
             2 * B * 8 * 100 * 27,
         ),
         (
+            "conv_transpose2d.input",
+            (B, 8, 20, 20),
+            {"input": (B, 6, 10, 10), "weight": (6, 8, 2, 2)},
+            2 * B * 6 * 100 * 8 * 4,
+        ),
+        (
             "scaled_dot_product_attention.default",
             (B, H, 10, 16),
             {"query": (B, H, 10, 32), "key": (B, H, 20, 32), "value": (B, H, 20, 16)},

@@ -106,6 +106,16 @@ def test_each_broken_rule_is_named(message):
         verify_graph(BROKEN[message])
 
 
+def test_random_operators_have_an_index():
+    for chance, fine in ((0.5, False), ({"r": "x"}, False), (True, False), (0, True), (0.0, True)):
+        drawn = graph(call("y", name="ir.dropout", args={"x": {"r": "x"}, "p": chance}))
+        if fine:
+            verify_graph(drawn)
+        else:
+            with pytest.raises(GraphError, match="no rng index"):
+                verify_graph(drawn)
+
+
 def test_random_operators_have_their_own_index():
     schema = OPS[RANDOM]
     args = {a: {"r": "x"} for a in schema.args[: schema.num_required]}

@@ -23,10 +23,10 @@ from fusionllm.units import format_count, format_num_bytes
 #: Operators that only move, name or make data.
 _MOVES = frozenset(
     """
-    _to_copy alias arange as_strided cat clone constant_pad_nd contiguous copy detach embedding empty expand eye fill
-    flatten flip full full_like gather index index_select lift_fresh_copy narrow new_full ones ones_like pad permute
-    repeat reshape roll scalar_tensor select slice slice_scatter split split_with_sizes squeeze stack t to transpose
-    tril triu unbind unfold unsafe_view unsqueeze view zeros zeros_like
+    arange cat chunk copy detach embedding expand fill flatten full full_like gather index index_select movedim narrow
+    new_full new_ones new_zeros ones ones_like pad permute repeat repeat_interleave reshape roll scalar_tensor select
+    select_scatter slice slice_scatter split split_with_sizes squeeze stack t transpose tril triu unbind unflatten
+    unsqueeze view zeros zeros_like
     """.split()  # noqa: SIM905
 )
 
@@ -69,9 +69,9 @@ def op_flops(op: Op, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int]
     name = base_name(op.name)
     if not op.name.startswith(("aten.", "ir.")) or name in _MOVES:
         return 0.0
-    formula = _PRODUCTS.get(name)
-    if formula is not None:
-        shapes = [_shape(op, arg, specs, symbols) for arg in _OPERANDS[name]]
+    if name in _PRODUCTS:
+        formula, operands = _PRODUCTS[name]
+        shapes = [_shape(op, arg, specs, symbols) for arg in operands]
         try:
             return float(formula(shapes, op.specs[0].concrete(symbols)))
         except IndexError:
@@ -87,12 +87,9 @@ def base_name(name: str) -> str:
 
 
 def _shape(op: Op, arg: str, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of the first of the ``|``-separated argument names that is given."""
-    for name in arg.split("|"):
-        ref = op.args.get(name)
-        if isinstance(ref, dict) and ref.get("r") in specs:
-            return specs[ref["r"]].concrete(symbols)
-    return ()
+    """Shape of the value given as an argument, () where none is."""
+    ref = op.args.get(arg)
+    return specs[ref["r"]].concrete(symbols) if isinstance(ref, dict) and ref.get("r") in specs else ()
 
 
 _Formula = Callable[[Sequence[tuple[int, ...]], tuple[int, ...]], float]
@@ -117,24 +114,25 @@ def _attention(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> float
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
-_OPERANDS: dict[str, tuple[str, ...]] = {
-    "linear": ("input", "weight"),
-    "mm": ("self|input",),
-    "bmm": ("self|input",),
-    "matmul": ("self|input",),
-    "mv": ("self|input",),
-    "dot": ("self|input",),
-    "addmm": ("mat1",),
-    "baddbmm": ("batch1",),
-    "convolution": ("input", "weight"),
-    "conv1d": ("input", "weight"),
-    "conv2d": ("input", "weight"),
-    "conv3d": ("input", "weight"),
-    "scaled_dot_product_attention": ("query", "key", "value"),
-}
-_PRODUCTS: dict[str, _Formula] = {
-    name: _attention if name == "scaled_dot_product_attention" else _convolution if name.startswith("conv") else _matmul
-    for name in _OPERANDS
+def _transposed_convolution(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> float:
+    """Weight [in, out / groups, *kernel]: every element of the input meets out / groups * kernel weights."""
+    return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
+
+
+#: Base name -> formula and the arguments whose shapes it takes.
+_PRODUCTS: dict[str, tuple[_Formula, tuple[str, ...]]] = {
+    "linear": (_matmul, ("input", "weight")),
+    "bmm": (_matmul, ("self",)),
+    "mm": (_matmul, ("self",)),
+    "matmul": (_matmul, ("self",)),
+    "addmm": (_matmul, ("mat1",)),
+    "baddbmm": (_matmul, ("batch1",)),
+    "convolution": (_convolution, ("input", "weight")),
+    "conv1d": (_convolution, ("input", "weight")),
+    "conv2d": (_convolution, ("input", "weight")),
+    "conv3d": (_convolution, ("input", "weight")),
+    "conv_transpose2d": (_transposed_convolution, ("input", "weight")),
+    "scaled_dot_product_attention": (_attention, ("query", "key", "value")),
 }
 
 

@@ -142,6 +142,8 @@ def _check_op(op: Op, where: str, defined: set[str], graph: OpGraph) -> None:
         raise GraphError(f"{where} has no result that is read; leave it out")
     if op.rng is not None and (not schema.rng or not 0 <= op.rng < MAX_OPS):
         raise GraphError(f"{where} has rng index {op.rng}, " + ("out of range" if schema.rng else "but is not random"))
+    if schema.rng and op.rng is None and _draws(op):
+        raise GraphError(f"{where} draws random numbers but has no rng index; other stages could not draw the same")
     _check_text(op.scope, f"{where} scope")
     _check_text(op.source, f"{where} source")
     for out, spec in zip(op.outs, op.specs):
@@ -151,6 +153,12 @@ def _check_op(op: Op, where: str, defined: set[str], graph: OpGraph) -> None:
             _check_spec(spec, where, graph.symbols)
         else:
             _define(out, spec, where, defined, graph.symbols)
+
+
+def _draws(op: Op) -> bool:
+    """Whether a random operator may draw: its probability is anything but absent or 0."""
+    chance = op.args.get("p", op.args.get("dropout_p"))
+    return chance is not None and (not isinstance(chance, (int, float)) or chance != 0)
 
 
 def _check_arg(arg: Arg, where: str, defined: set[str], depth: int) -> None:

@@ -62,7 +62,7 @@ def proportional(cuts: Sequence[Cut], costs: Sequence[float], shares: Sequence[f
     if num_stages == 1:
         return []
     prefix = [0.0, *accumulate(float(c) for c in costs)]
-    if prefix[-1] <= 0:
+    if prefix[-1] < 1e-200:  # nothing to balance, or too small to divide
         prefix = [float(i) for i in range(len(costs) + 1)]
     # what each stage should cost
     fair = [prefix[-1] * share / sum(shares) for share in shares]
