@@ -1,0 +1,133 @@
+"""From `nn.Module` to OpGraph: the only place that knows torch.export and fx. First stop of the path.
+
+The loss is captured inside, the batch size stays symbolic, and an empty decomposition table keeps composite operators
+whole while making everything functional. What comes out is normalised (`normalise`) and verified.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from fusionllm.capture.normalise import GraphBuilder, user_line
+from fusionllm.errors import CaptureError, GraphError
+from fusionllm.ir.graph import OpGraph
+from fusionllm.ir.verify import verify_graph
+
+
+class Captured(NamedTuple):
+    """A graph and its tensors: parameters and buffers by canonical name, on the CPU, detached."""
+
+    graph: OpGraph
+    tensors: dict[str, torch.Tensor]
+
+
+class _LossOnly(torch.nn.Module):
+    """Positional inputs in, the scalar loss out, whatever the wrapped module returns it in."""
+
+    def __init__(self, module: torch.nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self._names = names
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        out = self.module(**dict(zip(self._names, inputs)))
+        return loss_of(out)
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    """The loss in what a module returned: itself, ``.loss``, or ``["loss"]``. Raises CaptureError."""
+    loss = out if isinstance(out, torch.Tensor) else None
+    if loss is None:
+        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(
+            f"the model returns {type(out).__name__} without a loss; return the scalar loss from forward "
+            "(a Hugging Face model needs `labels` among its inputs)"
+        )
+    if loss.dim() != 0 or not loss.is_floating_point():
+        raise CaptureError(
+            f"the model's loss is {loss.dtype} of shape {list(loss.shape)}; it must be one float, e.g. `.mean()` of it"
+        )
+    return loss
+
+
+def capture_module(
+    module: torch.nn.Module, example_inputs: Mapping[str, torch.Tensor], *, mode: Literal["train", "eval"] = "train"
+) -> Captured:
+    """Capture a module with its loss as an OpGraph.
+
+    Args:
+        module: its forward takes the inputs by name and returns the scalar loss, or something with ``.loss``.
+        example_inputs: by name, batch first, at least 2 rows (the batch size becomes symbolic).
+        mode: train or eval; the module is put into it.
+
+    Raises:
+        CaptureError: names the operator or the cause, the line of the model's source, and the way out.
+    """
+    names = _check_inputs(module, example_inputs)
+    module.train(mode == "train")
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+    wrapper = _LossOnly(module, names)
+    inputs = tuple(example_inputs[name] for name in names)
+    dynamic: Any = {"inputs": tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(wrapper, inputs, dynamic_shapes=dynamic, strict=False)
+            program = program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(error)) from None
+    builder = GraphBuilder(program, module, names, mode)
+    graph, tensors = builder.build()
+    try:
+        verify_graph(graph)
+    except GraphError as error:
+        raise CaptureError(f"the captured graph is not valid: {error}") from None
+    return Captured(graph, tensors)
+
+
+def _check_inputs(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for name, tensor in inputs.items():
+        if name not in parameters and not takes_any:
+            raise CaptureError(f"the data has a column {name!r}, the model's forward takes {', '.join(parameters)}")
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1 or tensor.shape[0] < 2:
+            raise CaptureError(f"the example input {name!r} needs at least 2 rows, so that the batch size stays open")
+    missing = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if lacking := [n for n in missing if n not in inputs]:
+        raise CaptureError(f"the model's forward needs {', '.join(lacking)}, the data has {', '.join(inputs)}")
+    return tuple(inputs)
+
+
+def _explain(error: Exception) -> str:
+    """One sentence for what torch.export says in pages."""
+    text = str(error)
+    where = user_line(text) or user_line(_traceback_text(error)) or "a line torch does not name"
+    first = text.strip().splitlines()[0][:300] if text.strip() else type(error).__name__
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in text.lower() or "GuardOnDataDependent" in text:
+        return (
+            f"control flow depends on the data at {where}: {first}; write it without a Python `if`, loop or .item() "
+            "on a tensor, e.g. with torch.where"
+        )
+    if "Constraints violated" in text or "specialized" in text:
+        return f"the batch size is fixed by the model: {first}; let no shape depend on the number of rows"
+    if "use_cache" in text or "Cache" in first:
+        return f"the model returns a cache ({first}); set use_cache=False in its config"
+    return f"torch.export cannot capture the model at {where}: {kind}: {first}"
+
+
+def _traceback_text(error: Exception) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))

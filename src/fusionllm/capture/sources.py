@@ -1,0 +1,195 @@
+"""Where models come from: an architecture by name, a Hugging Face folder or config, or a Python function.
+
+Executes the owner's own model code, on the owner's machine only. Knows nothing of graphs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from fusionllm.errors import UserError
+
+ARCHITECTURES = ("gpt2", "llama")
+_FORMS = "gpt2, llama, a Hugging Face folder, a config.json, or python:MODULE:FUNCTION"
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model.
+
+    Attributes:
+        source: ``gpt2`` or ``llama`` (an architecture, shaped by ``config``), a local Hugging Face folder or
+            config.json, or ``python:MODULE:FUNCTION`` (FUNCTION returns the module, or (module, example inputs)).
+        config: overrides of the Hugging Face config, e.g. ``{n_layer = 6}``.
+        init: ``random`` from the run's seed, ``pretrained`` from the folder's weights, ``auto``: pretrained if there.
+    """
+
+    source: str = "gpt2"
+    config: dict[str, Any] = {}
+    init: Literal["auto", "random", "pretrained"] = "auto"
+
+
+@dataclass
+class Source:
+    """A model ready to capture.
+
+    Attributes:
+        example_inputs: inputs by name with at least 2 rows, when the source gave some.
+        max_seq_len, vocab_size: of a language model, None where there is no such thing.
+    """
+
+    module: torch.nn.Module
+    example_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    max_seq_len: int | None = None
+    vocab_size: int | None = None
+
+
+def resolve_model(config: ModelConfig, *, base_dir: Path, seed: int, module: torch.nn.Module | None = None) -> Source:
+    """Build the model, in train mode, on the CPU; random weights are a function of ``seed``.
+
+    Args:
+        module: a module given by the caller, taken as it is.
+
+    Raises:
+        UserError: names what was not found or does not fit, and the known forms.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        source = _given(module) if module is not None else _build(config, base_dir)
+    source.module.train()
+    return source
+
+
+def _given(module: torch.nn.Module) -> Source:
+    hf_config = getattr(module, "config", None)
+    return _with_limits(Source(module), hf_config)
+
+
+def _with_limits(source: Source, hf_config: Any) -> Source:
+    for name in ("max_position_embeddings", "n_positions"):
+        if isinstance(getattr(hf_config, name, None), int):
+            source.max_seq_len = getattr(hf_config, name)
+            break
+    if isinstance(getattr(hf_config, "vocab_size", None), int):
+        source.vocab_size = hf_config.vocab_size
+    return source
+
+
+def _build(config: ModelConfig, base_dir: Path) -> Source:
+    name = config.source
+    if name.startswith("python:"):
+        return _from_python(name, base_dir)
+    if name in ARCHITECTURES:
+        return _from_config(_architecture(name, config.config))
+    path = base_dir / name
+    if path.is_dir() and (path / "config.json").is_file():
+        return _from_folder(path, config)
+    if path.is_file() and path.suffix == ".json":
+        return _from_config(_read_config(path, config.config))
+    raise UserError(f"model.source is {name!r}; there is no such folder or file under {base_dir}; use {_FORMS}")
+
+
+def _from_config(hf_config: Any) -> Source:
+    from transformers import AutoModelForCausalLM
+
+    hf_config.use_cache = False
+    try:
+        module = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
+    except (ValueError, TypeError) as error:
+        raise UserError(f"Hugging Face cannot build this model: {error}") from None
+    return _with_limits(Source(module), hf_config)
+
+
+def _architecture(name: str, overrides: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return _overridden(AutoConfig.for_model(name), name, overrides)
+
+
+def _overridden(hf_config: Any, name: str, overrides: Mapping[str, Any]) -> Any:
+    import difflib
+
+    known = {**hf_config.to_dict(), **getattr(hf_config, "attribute_map", {})}
+    for key in overrides:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"unknown key model.config.{key} = {overrides[key]!r} for {name}{hint}")
+    try:
+        return type(hf_config).from_dict({**hf_config.to_dict(), **overrides})
+    except Exception as error:
+        raise UserError(f"model.config does not fit {name}: {error}") from None
+
+
+def _read_config(path: Path, overrides: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        kind = raw.pop("model_type")
+        return _overridden(AutoConfig.for_model(kind, **raw), kind, overrides)
+    except (ValueError, KeyError, AttributeError, OSError) as error:
+        raise UserError(f"{path} is not a Hugging Face config (it needs a known model_type): {error}") from None
+
+
+def _from_folder(path: Path, config: ModelConfig) -> Source:
+    from transformers import AutoModelForCausalLM
+
+    has_weights = any(path.glob("*.safetensors"))
+    if config.init == "pretrained" and not has_weights:
+        raise UserError(f"model.init is 'pretrained', and {path} has no .safetensors file")
+    hf_config = _read_config(path / "config.json", config.config)
+    if config.init == "random" or not has_weights:
+        return _from_config(hf_config)
+    hf_config.use_cache = False
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            path, config=hf_config, attn_implementation="sdpa", dtype=torch.float32, local_files_only=True
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise UserError(f"Hugging Face cannot load {path}: {error}") from None
+    return _with_limits(Source(module), hf_config)
+
+
+def _from_python(name: str, base_dir: Path) -> Source:
+    parts = name.split(":")
+    if len(parts) != 3 or not all(parts):
+        raise UserError(f"model.source is {name!r}; write it like python:MODULE:FUNCTION")
+    with _importable(base_dir):
+        try:
+            module = importlib.import_module(parts[1])
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"model.source {name!r}: {error}; it is looked for in {base_dir} and among what is installed"
+            ) from None
+        function = getattr(module, parts[2], None)
+        if not callable(function):
+            raise UserError(f"model.source {name!r}: module {parts[1]} has no function {parts[2]!r}")
+        made = function()
+    example: dict[str, torch.Tensor] = {}
+    if isinstance(made, tuple) and len(made) == 2:
+        made, example = made
+    if not isinstance(made, torch.nn.Module):
+        raise UserError(f"model.source {name!r}: {parts[2]} returned {type(made).__name__}, not an nn.Module")
+    source = _given(made)
+    source.example_inputs = dict(example)
+    return source
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))

@@ -1,0 +1,47 @@
+"""Trained tensors back into the user's module, and the module into a Hugging Face folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fusionllm.errors import CheckpointError, UserError
+
+
+def write_back(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors by name into the module's parameters and buffers; a tied one is given once.
+
+    Raises:
+        CheckpointError: a parameter is missing or has another shape.
+    """
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    written: set[int] = set()
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            target = own.get(name)
+            if target is None or target.shape != tensor.shape:
+                shape = "no such tensor" if target is None else f"shape {list(target.shape)}"
+                raise CheckpointError(f"tensor {name!r} of shape {list(tensor.shape)} does not fit the model ({shape})")
+            target.copy_(tensor)
+            written.add(id(target))
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in written]
+    if missing:
+        raise CheckpointError(f"{len(missing)} parameters got no value, e.g. {missing[0]}")
+
+
+def export_hf(module: torch.nn.Module, folder: Path, tokenizer_file: Path | None = None) -> None:
+    """Write a Hugging Face folder. Raises UserError for a module that is not a Hugging Face model."""
+    save = getattr(module, "save_pretrained", None)
+    if save is None:
+        raise UserError(f"{type(module).__name__} is not a Hugging Face model, so there is no folder to write")
+    save(folder)
+    if tokenizer_file is not None:
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file)).save_pretrained(folder)
+        except Exception:
+            shutil.copy(tokenizer_file, folder / "tokenizer.json")
