@@ -1,0 +1,150 @@
+"""Torch handlers of the listed operators. Nothing outside `ir.ops.OPS` can be reached from here.
+
+An ``aten.*`` operator is torch's own overload of that name, called with the arguments bound by our names; a few need a
+handler: what draws random numbers, what updates statistics in place, what makes tensors (the device is ours to say).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusionllm.errors import GraphError
+from fusionllm.ir.ops import OPS
+
+_MASK64 = (1 << 64) - 1
+
+
+class Context:
+    """What a random operator needs to know of the call: where in the run it is. ``train`` False: dropout is off."""
+
+    __slots__ = ("microbatch_index", "seed", "step", "train")
+
+    def __init__(self, seed: int, step: int, microbatch_index: int, train: bool) -> None:
+        self.seed, self.step, self.microbatch_index, self.train = seed, step, microbatch_index, train
+
+
+def seed_of(seed: int, step: int, microbatch_index: int, rng: int) -> int:
+    """Seed of one random operator in one microbatch: splitmix64 over the four numbers, 63 bits.
+
+    Reference: Steele et al., Fast splittable pseudorandom number generators, 2014.
+    """
+    state = 0
+    for number in (seed, step, microbatch_index, rng):
+        state = (state + (number & _MASK64) + 0x9E3779B97F4A7C15) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return state >> 1
+
+
+def dropout(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
+    """Zero elements with probability ``p`` and scale the rest by 1 / (1 - p); a pure function of ``seed``."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    keep = torch.rand(x.shape, generator=generator, device=x.device) >= p
+    return x * keep / (1 - p)
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool,
+    scale: float | None, seed: int,
+) -> torch.Tensor:  # fmt: skip
+    """Scaled dot product attention written out, with dropout of the probabilities as a function of ``seed``."""
+    if key.shape[-3] != query.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-1, -2) * (scale if scale is not None else query.shape[-1] ** -0.5)
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return dropout(scores.softmax(-1), p, seed) @ value
+
+
+def _dropout_handler(context: Context, rng: int, x: torch.Tensor, p: float) -> torch.Tensor:
+    if not context.train:
+        return x
+    return dropout(x, p, seed_of(context.seed, context.step, context.microbatch_index, rng))
+
+
+def _attention_handler(
+    context: Context, rng: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    if dropout_p > 0.0 and context.train:
+        seed = seed_of(context.seed, context.step, context.microbatch_index, rng)
+        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, seed)
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True
+        )
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
+
+
+def _batch_norm(
+    input: torch.Tensor, weight: Any, bias: Any, running_mean: torch.Tensor, running_var: torch.Tensor, training: bool,
+    momentum: float, eps: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    mean, var = running_mean.clone(), running_var.clone()
+    return F.batch_norm(input, mean, var, weight, bias, training, momentum, eps), None, None, mean, var
+
+
+def _floordiv(a: int, b: int) -> int:
+    return a // b
+
+
+_SYM: dict[str, Callable[..., Any]] = {
+    "size": lambda x, dim: x.shape[dim], "neg": operator.neg, "float": float, "int": int, "not": operator.not_,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _floordiv, "truediv": operator.truediv,
+    "mod": operator.mod, "eq": operator.eq, "ne": operator.ne, "ge": operator.ge, "le": operator.le,
+    "gt": operator.gt, "lt": operator.lt, "max": max, "min": min, "and": lambda a, b: a and b,
+}  # fmt: skip
+
+#: Handlers that want the context and the rng index before their arguments.
+RANDOM: dict[str, Callable[..., Any]] = {
+    "ir.dropout": _dropout_handler,
+    "aten.scaled_dot_product_attention.default": _attention_handler,
+}
+#: Handlers called with our argument names.
+PLAIN: dict[str, Callable[..., Any]] = {
+    "ir.cast": lambda x, dtype: x.to(dtype),
+    "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    **{f"sym.{name}": function for name, function in _SYM.items()},
+}
+#: Operators that make a tensor out of nothing, and so must be told the device.
+FACTORIES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "arange.default",
+        "arange.start",
+        "arange.start_step",
+        "zeros.default",
+        "ones.default",
+        "full.default",
+        "scalar_tensor.default",
+    )  # fmt: skip
+)
+
+
+def resolve(name: str) -> tuple[Callable[..., Any], tuple[str, ...] | None]:
+    """The callable of a listed operator, and for torch's own the names of its positional arguments in torch's order.
+
+    Raises:
+        GraphError: not listed, or this torch has no such operator.
+    """
+    if name not in OPS:
+        raise GraphError(f"operator {name!r} is not in the allow-list; this node executes listed operators only")
+    if name in PLAIN:
+        return PLAIN[name], None
+    _, base, overload = name.split(".")
+    try:
+        function = getattr(getattr(torch.ops.aten, base), overload)
+    except AttributeError:
+        raise GraphError(f"torch {torch.__version__} has no operator {name!r}; upgrade torch on this node") from None
+    return function, tuple(a.name for a in function._schema.arguments if not a.kwarg_only)

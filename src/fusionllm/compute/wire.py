@@ -1,0 +1,36 @@
+"""Tensors as bytes and back, checked. Little-endian, contiguous, as safetensors has them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fusionllm.errors import RemoteProtocolError
+from fusionllm.ir.tensor import DTYPES
+
+
+def tensor_to_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes; a view of its memory when it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def tensor_from_buffer(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over a buffer. Raises RemoteProtocolError when dtype, shape and length do not agree."""
+    if dtype not in DTYPES:
+        raise RemoteProtocolError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    view = memoryview(buffer).cast("B")
+    if any(size < 0 for size in shape) or math.prod(shape) * DTYPES[dtype] != len(view):
+        raise RemoteProtocolError(
+            f"{dtype}{list(shape)} needs {math.prod(shape) * DTYPES[dtype]} bytes, got {len(view)}"
+        )
+    kind = getattr(torch, dtype)
+    if len(view) == 0:
+        return torch.empty(shape, dtype=kind)
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    return torch.frombuffer(view, dtype=kind).reshape(shape)
