@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fusionllm.errors import PlanError
-from fusionllm.estimate.flops import graph_costs
+from fusionllm.estimate.flops import anchored_flops, graph_costs
 from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan, StagePlan
@@ -26,7 +26,8 @@ class PlannedJob(msgspec.Struct, frozen=True):
 def plan_job(job: str, graph: OpGraph, options: JobOptions, nodes: Sequence[Member], owner: Member) -> PlannedJob:
     """Cut the graph into one stage per node, in the order given. Raises PlanError."""
     symbols = dict.fromkeys(graph.symbols, options.microbatch_size)
-    boundaries = partition_graph(graph, len(nodes), options.partition, symbols)
+    costs = anchored_flops(graph, symbols)
+    boundaries = partition_graph(graph, len(nodes), options.partition, symbols, costs=costs)
     stages = split_graph(graph, boundaries)
     tied = {
         name: holders

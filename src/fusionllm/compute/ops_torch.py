@@ -128,7 +128,7 @@ FACTORIES = frozenset(
         "ones.default",
         "full.default",
         "scalar_tensor.default",
-    )  # fmt: skip
+    )
 )
 
 
