@@ -10,8 +10,16 @@ from fusionllm.errors import AdmissionError, RemoteProtocolError, UserError
 from fusionllm.protocol.job import CommitStep, FailJob, JobMachine, StartJob
 from fusionllm.protocol.membership import Membership
 from fusionllm.protocol.messages import (
-    CONTROL_VERSION, Join, StepOrder, TensorHeader, Ticket, decode_control, decode_header, decode_order,
-    encode_message, parse_ticket,
+    CONTROL_VERSION,
+    Join,
+    StepOrder,
+    TensorHeader,
+    Ticket,
+    decode_control,
+    decode_header,
+    decode_order,
+    encode_message,
+    parse_ticket,
 )  # fmt: skip
 
 
@@ -98,6 +106,11 @@ def test_messages_survive_the_wire_and_refuse_what_they_do_not_know():
 def test_a_ticket_reads_back_and_a_wrong_one_says_what_is_wrong():
     ticket = Ticket("host.example", 7654, "ab" * 32, "token-token")
     assert parse_ticket(f" {ticket}\n") == ticket
-    for bad in ("", "fusion1:host", "fusion9:h:1:" + "ab" * 32 + ":tokentoken", f"fusion1:h:99999:{'ab' * 32}:tokentoken"):
+    for bad in (
+        "",
+        "fusion1:host",
+        "fusion9:h:1:" + "ab" * 32 + ":tokentoken",
+        f"fusion1:h:99999:{'ab' * 32}:tokentoken",
+    ):
         with pytest.raises(UserError, match="ticket"):
             parse_ticket(bad)

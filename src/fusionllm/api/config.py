@@ -36,7 +36,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pass
 
 
-class RunTable(_Table):
+class RunTable(_Table, frozen=True, kw_only=True):
     """The run itself.
 
     Attributes:
@@ -52,7 +52,7 @@ class RunTable(_Table):
     resume: bool = False
 
 
-class TrainTable(_Table):
+class TrainTable(_Table, frozen=True, kw_only=True):
     """How long and how.
 
     Attributes:
@@ -80,14 +80,14 @@ class TrainTable(_Table):
     prefetch: int = 2
 
 
-class SlowLink(_Table):
+class SlowLink(_Table, frozen=True, kw_only=True):
     """An emulated link between fences, e.g. ``bandwidth = "100 Mbps"``, ``latency = "20 ms"``."""
 
     bandwidth: str = ""
     latency: str = "0 ms"
 
 
-class ClusterTable(_Table):
+class ClusterTable(_Table, frozen=True, kw_only=True):
     """Where it runs.
 
     Attributes:
@@ -109,7 +109,7 @@ class ClusterTable(_Table):
     stall_s: float = 60.0
 
 
-class OutputTable(_Table):
+class OutputTable(_Table, frozen=True, kw_only=True):
     """``sinks``: where metrics go. ``sample_prompt``: text to continue at the end (language models), empty for none."""
 
     sinks: tuple[str, ...] = ("jsonl", "tensorboard")
@@ -118,7 +118,7 @@ class OutputTable(_Table):
     sample_tokens: int = 120
 
 
-class RunConfig(_Table):
+class RunConfig(_Table, frozen=True, kw_only=True):
     """A run. Table names are the TOML's."""
 
     run: RunTable = RunTable()

@@ -109,7 +109,7 @@ class Trainer:
         running: list[_Step] = []
         next_step = first
         started = time.perf_counter()
-        link_before: dict[str, int] = self._link_bytes_before
+        link_before: dict[str, int] = dict(self._link_bytes_before)
         while True:
             while next_step < last and len(running) <= train.prefetch and not self.stop_requested:
                 batches = self._dataset.microbatches(
@@ -181,7 +181,7 @@ class Trainer:
         header = m.TensorHeader(
             "input", self._planned.job, seq, microbatch_index, name, str(array.dtype), tuple(array.shape)
         )
-        self._link.send(stage_index, header, memoryview(array).cast("B"), FEED)
+        self._link.send(stage_index, header, memoryview(array.data).cast("B"), FEED)
 
     def _complete(self, step: _Step, later: Sequence[_Step]) -> None:
         by_seq = {s.order.seq: s for s in (step, *later)}

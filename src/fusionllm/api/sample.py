@@ -13,7 +13,8 @@ def continue_text(module: Any, dataset: Dataset, prompt: str, num_tokens: int, s
     """Continue ``prompt`` by ``num_tokens`` sampled tokens; the prompt included. Empty for a model that cannot."""
     if not hasattr(module, "generate") or not dataset.vocab_size:
         return ""
-    context = getattr(module.config, "max_position_embeddings", None) or getattr(module.config, "n_positions", 1 << 30)
+    config: Any = module.config
+    context: int = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 30
     ids = dataset.encode(prompt)[: max(1, context - num_tokens)]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)

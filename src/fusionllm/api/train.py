@@ -37,7 +37,7 @@ from fusionllm.store.dataset import Dataset, open_dataset
 from fusionllm.store.manifest import CheckpointMeta
 from fusionllm.store.run_dir import RunDir
 from fusionllm.store.tensorfile import Blob
-from fusionllm.telemetry.events import Event, Note
+from fusionllm.telemetry.events import Event, Note, StepMetrics
 from fusionllm.telemetry.plot import plot_loss
 from fusionllm.telemetry.sinks import Fanout, open_sinks, read_events
 from fusionllm.telemetry.summary import Summary, build_summary, encode_summary
@@ -69,7 +69,7 @@ class TrainResult:
     @property
     def losses(self) -> list[float]:
         """Training loss of every step."""
-        return [event.loss for event in self.history if hasattr(event, "lr")]
+        return [event.loss for event in self.history if isinstance(event, StepMetrics)]
 
 
 @dataclass

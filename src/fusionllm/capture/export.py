@@ -72,7 +72,7 @@ def capture_module(
     names = _check_inputs(module, example_inputs)
     module.train(mode == "train")
     config = getattr(module, "config", None)
-    if getattr(config, "use_cache", False):
+    if config is not None and getattr(config, "use_cache", False):
         config.use_cache = False
     wrapper = _LossOnly(module, names)
     inputs = tuple(example_inputs[name] for name in names)

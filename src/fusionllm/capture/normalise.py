@@ -180,7 +180,7 @@ class GraphBuilder:
 
     def _unknown(self, node: Any, name: str) -> CaptureError:
         return CaptureError(
-            f"operator {name} at {_source(node) or 'an unnamed line'} (module {_scope(node) or 'the root'}) is not in the "
+            f"operator {name} at {_source(node) or 'an unnamed line'} (in {_scope(node) or 'the root'}) is not in the "
             "allow-list; rewrite that line with other operators, or add the operator as docs/operators.md shows"
         )
 

@@ -104,7 +104,8 @@ def _from_config(hf_config: Any) -> Source:
 
     hf_config.use_cache = False
     try:
-        module = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
+        factory: Any = AutoModelForCausalLM
+        module = factory.from_config(hf_config, attn_implementation="sdpa")
     except (ValueError, TypeError) as error:
         raise UserError(f"Hugging Face cannot build this model: {error}") from None
     return _with_limits(Source(module), hf_config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,6 +43,7 @@ def export_hf(module: torch.nn.Module, folder: Path, tokenizer_file: Path | None
         from transformers import PreTrainedTokenizerFast
 
         try:
-            PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file)).save_pretrained(folder)
+            made: Any = PreTrainedTokenizerFast
+            made(tokenizer_file=str(tokenizer_file)).save_pretrained(folder)
         except Exception:
             shutil.copy(tokenizer_file, folder / "tokenizer.json")

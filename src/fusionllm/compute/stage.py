@@ -18,7 +18,7 @@ from fusionllm.compute.interpreter import Program
 from fusionllm.compute.ops_torch import Context
 from fusionllm.compute.optim import OptimConfig, Optimizer, learning_rate
 from fusionllm.errors import GraphError
-from fusionllm.ir.graph import OpGraph
+from fusionllm.ir.graph import Buffer, OpGraph, Param
 
 
 class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,7 +95,7 @@ class TorchStage:
 
     def missing(self) -> list[str]:
         """Names of tensors not loaded yet."""
-        held = {**self.graph.params, **self.graph.buffers}
+        held: dict[str, Param | Buffer] = {**self.graph.params, **self.graph.buffers}
         return [name for name, entry in held.items() if entry.id not in self._tensors]
 
     @property
@@ -262,7 +262,7 @@ class TorchStage:
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(parameters and buffers by name, optimizer tensors by ``KIND/PARAMETER``)."""
-        held = {**self.graph.params, **self.graph.buffers}
+        held: dict[str, Param | Buffer] = {**self.graph.params, **self.graph.buffers}
         return {n: self._tensors[e.id].detach() for n, e in held.items()}, self.optimizer.state()
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:

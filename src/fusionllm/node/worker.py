@@ -18,7 +18,7 @@ import msgspec
 
 from fusionllm.compute import BACKENDS, ComputeOptions, OptimConfig, tensor_from_buffer, tensor_to_bytes
 from fusionllm.errors import FusionError, GraphError, RemoteProtocolError
-from fusionllm.ir.graph import OpGraph, decode_graph
+from fusionllm.ir.graph import Buffer, OpGraph, Param, decode_graph
 from fusionllm.ir.program import StageProgram
 from fusionllm.protocol import messages as m
 from fusionllm.protocol import stage as s
@@ -102,7 +102,7 @@ class StageWorker(threading.Thread):
             raise RemoteProtocolError(f"{header.kind} {header.key!r}: {num_bytes} bytes, codec {header.codec!r}")
 
     def _spec_of(self, header: m.TensorHeader) -> Any:
-        held = {**self.graph.params, **self.graph.buffers}
+        held: dict[str, Param | Buffer] = {**self.graph.params, **self.graph.buffers}
         if header.kind in ("input", "activation", "gradient") and header.key in self._specs:
             return self._specs[header.key]
         if header.kind == "weight" and header.key in held:

@@ -74,7 +74,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 # everyone -> broker
 
 
-class Join(_Message):
+class Join(_Message, frozen=True, kw_only=True):
     version: int
     role: Role
     name: str
@@ -86,24 +86,24 @@ class Join(_Message):
     versions: dict[str, str] = {}
 
 
-class Listening(_Message):
+class Listening(_Message, frozen=True, kw_only=True):
     host: str
     port: int
 
 
-class Leave(_Message):
+class Leave(_Message, frozen=True, kw_only=True):
     reason: str
 
 
 # owner -> broker
 
 
-class Submit(_Message):
+class Submit(_Message, frozen=True, kw_only=True):
     graph: bytes
     options: JobOptions
 
 
-class EndJob(_Message):
+class EndJob(_Message, frozen=True, kw_only=True):
     job: str
     reason: str = ""
 
@@ -111,12 +111,12 @@ class EndJob(_Message):
 # node -> broker
 
 
-class StageReady(_Message):
+class StageReady(_Message, frozen=True, kw_only=True):
     job: str
     stage_index: int
 
 
-class StageDone(_Message):
+class StageDone(_Message, frozen=True, kw_only=True):
     """The stage holds the gradients of a step.
 
     Attributes:
@@ -131,7 +131,7 @@ class StageDone(_Message):
     sent_bytes: dict[str, int] = {}
 
 
-class StageFailed(_Message):
+class StageFailed(_Message, frozen=True, kw_only=True):
     job: str
     stage_index: int
     message: str
@@ -140,17 +140,17 @@ class StageFailed(_Message):
 # broker -> everyone
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True, kw_only=True):
     name: str
     cert_pem: bytes
     ca_pem: bytes
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Assign(_Message):
+class Assign(_Message, frozen=True, kw_only=True):
     """A stage for a node: everything it needs but the weights, which the owner sends."""
 
     job: str
@@ -165,7 +165,7 @@ class Assign(_Message):
     options: JobOptions
 
 
-class Planned(_Message):
+class Planned(_Message, frozen=True, kw_only=True):
     """The owner's share of a plan: who runs what, and which inputs and tensors each stage wants."""
 
     job: str
@@ -176,11 +176,11 @@ class Planned(_Message):
     peers: dict[str, Peer]
 
 
-class Start(_Message):
+class Start(_Message, frozen=True, kw_only=True):
     job: str
 
 
-class Commit(_Message):
+class Commit(_Message, frozen=True, kw_only=True):
     """All stages update now. ``link_bytes``: ``"a->b"`` -> bytes since the job began (to the owner only)."""
 
     job: str
@@ -189,12 +189,12 @@ class Commit(_Message):
     link_bytes: dict[str, int] = {}
 
 
-class JobFailed(_Message):
+class JobFailed(_Message, frozen=True, kw_only=True):
     job: str
     reason: str
 
 
-class Waiting(_Message):
+class Waiting(_Message, frozen=True, kw_only=True):
     """The job waits for machines: how many it needs, how many are idle."""
 
     needed: int
@@ -332,7 +332,7 @@ def _checked(decoder: msgspec.msgpack.Decoder[_M], data: bytes | memoryview, wha
 
 def decode_control(data: bytes) -> Control:
     """Read a control message from outside. Raises RemoteProtocolError."""
-    return _checked(_decode_control, data, "control message")  # type: ignore[type-var]
+    return _checked(_decode_control, data, "control message")
 
 
 def decode_header(data: bytes) -> TensorHeader:

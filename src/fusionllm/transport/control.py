@@ -97,7 +97,8 @@ async def connect_control(ticket: Ticket) -> AsyncIterator[ControlChannel]:
         )
     except (OSError, asyncio.TimeoutError, InvalidHandshake, InvalidMessage, EOFError) as error:
         raise UserError(
-            f"no broker answers at {address} ({error or type(error).__name__}); is it running, is the port open, is the ticket current?"
+            f"no broker answers at {address} ({error or type(error).__name__}); "
+            "is it running, is the port open, is the ticket current?"
         ) from None
     try:
         certificate = socket.transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
