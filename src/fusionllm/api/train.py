@@ -84,7 +84,7 @@ class Job:
 
 
 def train(
-    model: torch.nn.Module | str | None = None,
+    model: torch.nn.Module | str | Mapping[str, Any] | None = None,
     data: Any = None,
     *,
     config: RunConfig | str | os.PathLike[str] | None = None,
@@ -97,8 +97,8 @@ def train(
 
     Args:
         model: an ``nn.Module`` whose forward returns the loss (or has it as ``.loss``), or a source as in a TOML's
-            ``model.source``. None: as the config says.
-        data: a path, an id, a ``datasets.Dataset``, a list of texts, or a sequence of dicts of arrays. None: as the
+            ``model.source``, or that table. None: as the config says.
+        data: a path, an id, the table of the TOML, a ``datasets.Dataset``, a list of texts, or a sequence of dicts of arrays. None: as the
             config says.
         config: a RunConfig or the path of a TOML.
         overrides: ``table.key=value`` texts on top of it.
@@ -118,6 +118,9 @@ def train(
         >>> result.summary.val_loss
     """
     path = None if config is None or isinstance(config, RunConfig) else Path(config)
+    given = {"model": model, "data": data}
+    options |= {table: value for table, value in given.items() if isinstance(value, Mapping)}
+    data = None if isinstance(data, Mapping) else data
     tables = tables_from_options(options, RunConfig)
     if isinstance(config, RunConfig):
         base = msgspec.to_builtins(config)
