@@ -23,10 +23,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
     seconds = [_first_step() for _ in range(args.rounds)]
-    imports = {
-        name: median(_import(name) for _ in range(args.rounds))
-        for name in ("torch", "transformers.models.gpt2.modeling_gpt2")
-    }
+    names = ("torch", "transformers.models.gpt2.modeling_gpt2")
+    imports = {name: median(_import(name) for _ in range(args.rounds)) for name in names}
     return {
         "seconds": median(seconds),
         "rounds": seconds,
