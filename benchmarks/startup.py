@@ -36,7 +36,7 @@ def run(argv: list[str]) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     return (
         f"first step after {result['seconds']:.1f} s (rounds: {', '.join(f'{s:.1f}' for s in result['rounds'])}); "
-        f"import torch {result['import_torch_s']:.1f} s, torch and transformers {result['import_transformers_s']:.1f} s, "
+        f"import torch {result['import_torch_s']:.1f} s, with transformers {result['import_transformers_s']:.1f} s, "
         "alone on the machine"
     )
 
