@@ -76,6 +76,9 @@ class TorchStage:
         self._optimizer: Optimizer | None = None
         self._stash: dict[tuple[int, int], _Stash] = {}
         self._tied_grads: dict[str, list[torch.Tensor]] = {}
+        # autocast may compute a value in less than its declared type; what is sent is always what the graph declares
+        specs = graph.specs()
+        self._dtypes = {i: getattr(torch, specs[i].dtype) for i in (*graph.outputs, *graph.send)}
         self._loss_id = graph.outputs[0] if graph.outputs else None
 
     # weights
@@ -127,7 +130,7 @@ class TorchStage:
         if not train:
             with torch.no_grad(), self._autocast():
                 outs, _ = self._program({**self._tensors, **values}, context)
-            return {i: t.detach() for i, t in outs.items()}
+            return {i: t.detach().to(self._dtypes[i]) for i, t in outs.items()}
         key = (step, microbatch_index)
         if self.options.recompute:
             with torch.no_grad(), self._autocast():
@@ -140,7 +143,7 @@ class TorchStage:
                 outs, mutated = self._program({**self._tensors, **values, **leaves}, context)
             self._stash[key] = _Stash(leaves, outs)
         self._tensors.update({b: t.detach() for b, t in mutated.items()})
-        return {i: t.detach() for i, t in outs.items()}
+        return {i: t.detach().to(self._dtypes[i]) for i, t in outs.items()}
 
     def backward(
         self, step: int, microbatch_index: int, grads: Mapping[str, torch.Tensor], loss_weight: float
@@ -225,9 +228,9 @@ class TorchStage:
                 continue
             total: torch.Tensor | None = None
             for microbatch_index in range(len(parts[0])):
-                one = parts[0][microbatch_index]
+                one = parts[0][microbatch_index].to(self._device)
                 for part in parts[1:]:
-                    one = one + part[microbatch_index]
+                    one = one + part[microbatch_index].to(self._device)
                 total = one if total is None else total + one
             assert total is not None
             self._tensors[self.graph.params[name].id].grad = total.clone()
