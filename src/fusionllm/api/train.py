@@ -98,8 +98,8 @@ def train(
     Args:
         model: an ``nn.Module`` whose forward returns the loss (or has it as ``.loss``), or a source as in a TOML's
             ``model.source``, or that table. None: as the config says.
-        data: a path, an id, the table of the TOML, a ``datasets.Dataset``, a list of texts, or a sequence of dicts of arrays. None: as the
-            config says.
+        data: a path, an id, the table of the TOML, a ``datasets.Dataset``, a list of texts, or a sequence of dicts
+            of arrays. None: as the config says.
         config: a RunConfig or the path of a TOML.
         overrides: ``table.key=value`` texts on top of it.
         base_dir: what relative paths are relative to; the TOML's folder by default.

@@ -27,7 +27,7 @@ PEER_TIMEOUT_S = 60.0
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``host``: where to listen for tensors. ``advertise``: the name others reach it under; empty: as the broker sees."""
+    """``host``: where to listen for tensors. ``advertise``: its name for others; empty: as the broker sees it."""
 
     ticket: m.Ticket
     name: str = ""
