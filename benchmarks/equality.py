@@ -1,8 +1,9 @@
 """Losses of a pipeline of node processes against a plain single-process PyTorch loop, bit for bit on the CPU.
 
 Every case is the real thing: node processes, sockets with TLS, real text. The plain loop is the eager model of
-Hugging Face with torch's optimizer on the same microbatches, one thread as in each node. With clipping the norm is summed in another
-order, so those cases are compared relatively; so are those that exchange tied gradients once a step (the default).
+Hugging Face with torch's optimizer on the same microbatches, one thread as in each node. With clipping the norm is
+summed in another order, so those cases are compared relatively; so are those that exchange tied gradients once a step
+(the default).
 """
 
 from __future__ import annotations

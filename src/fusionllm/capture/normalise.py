@@ -70,7 +70,8 @@ class GraphBuilder:
             outputs=outputs,
             mutations=mutations,
         )
-        return _renumber(merge_equal(remove_dead(graph))), self._tensors
+        graph = _renumber(merge_equal(remove_dead(graph)))
+        return graph, {n: t for n, t in self._tensors.items() if n in graph.params or n in graph.buffers}
 
     # values from outside
 

@@ -261,6 +261,12 @@ class TorchStage:
         self.optimizer.step(lr)
         return lr
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that is not going to happen."""
+        self._tied_grads.clear()
+        for parameter in self.graph.params.values():
+            self._tensors[parameter.id].grad = None
+
     # state
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
