@@ -141,7 +141,7 @@ def resolve(name: str) -> tuple[Callable[..., Any], tuple[str, ...] | None]:
     if name not in OPS:
         raise GraphError(f"operator {name!r} is not in the allow-list; this node executes listed operators only")
     if name in PLAIN:
-        return PLAIN[name], None
+        return PLAIN[name], OPS[name].args if name.startswith("sym.") else None
     _, base, overload = name.split(".")
     try:
         function = getattr(getattr(torch.ops.aten, base), overload)
