@@ -18,10 +18,7 @@ from fusionllm.ir.graph import decode_graph, encode_graph
 from fusionllm.ir.text import graph_to_text, parse_graph
 
 SHAPES = {
-    "gpt2": {
-        "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 32, "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
+    "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 32},
     "llama": {
         "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 32,

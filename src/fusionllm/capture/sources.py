@@ -114,10 +114,11 @@ def _from_config(hf_config: Any) -> Source:
 def _architecture(name: str, overrides: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    return _overridden(AutoConfig.for_model(name), name, overrides)
+    return _overridden(AutoConfig.for_model(name), name, {}, overrides)
 
 
-def _overridden(hf_config: Any, name: str, overrides: Mapping[str, Any]) -> Any:
+def _overridden(hf_config: Any, name: str, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """The config made of ``raw`` and ``overrides``; ``hf_config`` shows which keys there are."""
     import difflib
 
     known = {**hf_config.to_dict(), **getattr(hf_config, "attribute_map", {})}
@@ -126,8 +127,15 @@ def _overridden(hf_config: Any, name: str, overrides: Mapping[str, Any]) -> Any:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"unknown key model.config.{key} = {overrides[key]!r} for {name}{hint}")
+    vocab_size = overrides.get("vocab_size")
+    ids = {}
+    if isinstance(vocab_size, int):  # the architecture's default ids may lie outside a smaller vocabulary
+        for key in ("bos_token_id", "eos_token_id"):
+            default = getattr(hf_config, key, None)
+            if isinstance(default, int) and default >= vocab_size:
+                ids[key] = None
     try:
-        return type(hf_config).from_dict({**hf_config.to_dict(), **overrides})
+        return type(hf_config)(**{**raw, **ids, **overrides})
     except Exception as error:
         raise UserError(f"model.config does not fit {name}: {error}") from None
 
@@ -138,7 +146,7 @@ def _read_config(path: Path, overrides: Mapping[str, Any]) -> Any:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         kind = raw.pop("model_type")
-        return _overridden(AutoConfig.for_model(kind, **raw), kind, overrides)
+        return _overridden(AutoConfig.for_model(kind, **raw), kind, raw, overrides)
     except (ValueError, KeyError, AttributeError, OSError) as error:
         raise UserError(f"{path} is not a Hugging Face config (it needs a known model_type): {error}") from None
 

@@ -1,0 +1,187 @@
+"""Bad input: one clear sentence with the value and the fix, the right exit code, nothing half-written."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fusionllm.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "examples" / "data" / "shakespeare.txt"
+GOOD = f"""
+[model]
+source = "gpt2"
+config = {{ n_layer = 1, n_head = 1, n_embd = 8, n_positions = 32 }}
+[data]
+source = "{TEXT}"
+seq_len = 16
+[train]
+steps = 1
+[cluster]
+nodes = 2
+"""
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(app, list(args))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("steps = 1", "step = 1", ["train.step", "did you mean train.steps"]),
+        ("[train]", "[trian]", ["trian", "did you mean train"]),
+        ("steps = 1", 'steps = "many"', ["train.steps", "'many'", "int"]),
+        ("steps = 1", "steps = 0", ["train.steps is 0", "at least 1"]),
+        ("steps = 1", 'pipeline = "2f2b"', ["2f2b", "1f1b"]),
+        ("[train]", "[train", ["not valid TOML"]),
+        (str(TEXT), str(TEXT) + "x", ["shakespeare.txtx"]),
+        ("seq_len = 16", "seq_len = 64", ["data.seq_len is 64", "32"]),
+        ("nodes = 2", "nodes = 500\n[optimizer]", ["500", "microbatch"]),
+        ("steps = 1", "steps = 1\nglobal_batch = 4", ["microbatch"]),
+        ("nodes = 2", 'nodes = 2\nbroker = "xyz"', ["'xyz'", "ticket"]),
+        ("nodes = 2", "nodes = 2\nfences = [1, 2]", ["3", "2"]),
+        ("nodes = 2", 'nodes = 2\nslow_link = { bandwidth = "fast" }', ["'fast'", "Mbps"]),
+        ("n_layer = 1", "n_layers = 1", ["n_layers", "n_layer"]),
+    ],
+)
+def test_a_bad_run_file_is_refused(old, new, words, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD.replace(old, new))
+    result = invoke("train", str(path), "--set", f"run.root={tmp_path / 'runs'}")
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ")
+    for word in words:
+        assert word in result.stderr
+    assert not list((tmp_path / "runs").glob("*")) if (tmp_path / "runs").exists() else True
+
+
+def test_empty_data_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD.replace(str(TEXT), "empty.txt"))
+    result = invoke("train", str(path), "--set", f"run.root={tmp_path / 'runs'}")
+    assert result.exit_code == 2 and "empty" in result.stderr
+
+
+def test_more_stages_than_operators_is_refused(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[model]\nsource = 'python:small:make'\n[data]\nsource = 'python:small:rows'\n"
+        "[train]\nsteps = 1\nmicrobatch_size = 1\n"
+        f"[cluster]\nnodes = 9\n[run]\nroot = '{tmp_path / 'runs'}'\n"
+    )
+    (tmp_path / "small.py").write_text(
+        "import numpy, torch\n"
+        "class M(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.w = torch.nn.Parameter(torch.ones(2))\n"
+        "    def forward(self, x):\n        return (x * self.w).mean()\n"
+        "def make():\n    return M()\n"
+        "def rows():\n    return [{'x': numpy.ones(2, dtype='float32')} for _ in range(64)]\n"
+    )
+    result = invoke("train", str(path))
+    assert result.exit_code in (1, 2) and "9" in result.stderr and "operators" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("command", [["train", "absent.toml"], ["export", "runs/absent", "out"], ["graph", "absent"]])
+def test_what_is_not_there_is_named(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*command)
+    assert result.exit_code == 2 and "absent" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = invoke("broker", "--host", "127.0.0.1", "--port", str(port))
+    assert result.exit_code == 2 and str(port) in result.stderr and "--port" in result.stderr
+
+
+def test_joining_with_a_bad_ticket():
+    result = invoke("join", "nonsense")
+    assert result.exit_code == 2 and "ticket" in result.stderr
+    nobody = f"fusion1:127.0.0.1:1:{'ab' * 32}:tokentoken"
+    result = invoke("join", nobody)
+    assert result.exit_code == 2 and "no broker answers at 127.0.0.1:1" in result.stderr
+
+
+def test_a_broker_refuses_with_its_reason():
+    from fusionllm.broker import Broker
+    from fusionllm.errors import AdmissionError
+    from fusionllm.node.agent import join
+    from fusionllm.protocol.messages import CONTROL_VERSION, Join, Refused, Ticket
+    from fusionllm.transport.control import connect_control
+
+    async def attempt(ticket: Ticket, **changes):
+        async with connect_control(ticket) as channel:
+            fields = {"role": "node", "name": "n", "token": ticket.token, "fence": "", "versions": {}, **changes}
+            await join(channel, **fields)
+
+    async def scenario() -> None:
+        broker = Broker(token_hours=1)
+        ticket = await broker.start()
+        try:
+            with pytest.raises(AdmissionError, match="wrong join token"):
+                await attempt(ticket, token="wrong-token")
+            with pytest.raises(AdmissionError, match="other certificate"):
+                await attempt(Ticket(ticket.host, ticket.port, "00" * 32, ticket.token))
+            async with connect_control(ticket) as channel:
+                await channel.send(
+                    Join(version=CONTROL_VERSION + 1, role="node", name="n", token=ticket.token, public_key_pem=b"")
+                )
+                answer = await channel.receive(10)
+                assert isinstance(answer, Refused) and f"version {CONTROL_VERSION + 1}" in answer.reason
+            async with connect_control(ticket) as channel:
+                await channel._socket.send(b"\x00garbage")
+                with pytest.raises(Exception, match="ended"):
+                    await channel.receive(10)
+            await attempt(ticket)
+        finally:
+            await broker.close()
+        expired = Broker(token_hours=-1)
+        ticket = await expired.start()
+        try:
+            with pytest.raises(AdmissionError, match="expired"):
+                await attempt(ticket)
+        finally:
+            await expired.close()
+
+    asyncio.run(scenario())
+
+
+def test_flags_are_frozen():
+    """A flag that goes or changes its name breaks people's scripts: change this list on purpose only."""
+    flags = {
+        "train": {"nodes", "name", "broker", "resume", "sets", "as_json", "run_toml"},
+        "broker": {"host", "port", "advertise", "token_hours", "as_json"},
+        "join": {"ticket", "name", "fence", "host", "port", "advertise", "parent_pipe"},
+        "graph": {"model", "batch", "seq_len", "sets", "as_json", "dot", "text"},
+        "export": {"run", "folder", "step", "as_json"},
+    }
+    import typer
+
+    group = typer.main.get_command(app)
+    assert {name: {p.name for p in command.params} - {"help"} for name, command in group.commands.items()} == flags
+    for name in flags:
+        help_text = invoke(name, "--help").output
+        assert "Example" in help_text and "fusionllm " + name in help_text
+    assert invoke("--version").output.startswith("fusionllm 0.")
+
+
+def test_the_graph_command(tmp_path):
+    import json
+
+    small = ["--set", "n_layer=1", "--set", "n_embd=8", "--set", "n_head=1", "--set", "vocab_size=64"]
+    result = invoke("graph", "gpt2", *small, "--seq-len", "16", "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert summary["ops"] > 50 and summary["single_tensor_cuts"] > 0 and summary["tied"]
+    assert "digraph" in invoke("graph", "gpt2", *small, "--seq-len", "16", "--dot").stdout
