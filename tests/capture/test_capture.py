@@ -52,7 +52,7 @@ def test_a_language_model_runs_at_any_batch_size_with_equal_loss(language_model)
         stage.backward(0, 0, {}, 1.0)
         assert loss.item() == expected.item()
         squares = sum(p.grad.double().square().sum().item() for p in model.parameters())
-        assert stage.grad_square_sum() == pytest.approx(squares, rel=1e-9)
+        assert stage.grad_square_sum() == pytest.approx(squares, rel=1e-7)  # float32: sums in another order
         stage.drop_gradients()
 
 
