@@ -3,8 +3,8 @@
 The path data takes: ``nn.Module`` -capture-> OpGraph -estimate-> CostTable -schedule-> Plan -schedule-> StageProgram
 -protocol-> Command/Event -compute-> Tensor -compress-> Payload -protocol-> Frame -transport-> bytes.
 
-The verbs (``fusionllm.train`` and friends) live in ``fusionllm.api`` and load on first use, so that importing the
-package, and running a broker or a node, costs no tensor framework.
+The verbs (``fusionllm.train``, ``fusionllm.export``) live in ``fusionllm.api`` and load on first use, so that importing
+the package, and running a broker or a node, costs no tensor framework.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "capture", "export", "train"]
+__all__ = ["__version__", "export", "train"]
 
-_VERBS = ("capture", "export", "train")
+_VERBS = ("export", "train")
 
 
 def __getattr__(name: str) -> Any:

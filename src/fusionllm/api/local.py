@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -71,9 +72,8 @@ class LocalCluster:
             if (code := process.poll()) is not None:
                 path = self._log_folder / f"node{index}.log"
                 lines = path.read_text(errors="replace").strip().splitlines()
-                raise FusionError(
-                    f"node{index} ended with code {code}: {lines[-1] if lines else 'no output'} (log: {path})"
-                )
+                last = lines[-1] if lines else "nothing at all"
+                raise FusionError(f"node{index} {_end_of(code)}; its log ends with: {last[:400]}")
 
     @property
     def pids(self) -> list[int]:
@@ -99,3 +99,14 @@ class LocalCluster:
         self._thread.join(5)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+def _end_of(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + " (out of memory?)" * (name == "SIGKILL")

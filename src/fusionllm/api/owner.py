@@ -36,10 +36,17 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class OwnerLink:
-    """The owner's end of everything. All methods are for one calling thread."""
+    """The owner's end of everything. All methods are for one calling thread.
 
-    def __init__(self, ticket: m.Ticket, fence: str = "", host: str = "0.0.0.0") -> None:
-        self._ticket, self._fence, self._host = ticket, fence, host
+    Args:
+        host: where to listen for tensors.
+        check: called during every wait; raises to end it, for one when a node process has died.
+    """
+
+    def __init__(
+        self, ticket: m.Ticket, fence: str = "", host: str = "0.0.0.0", check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._ticket, self._fence, self._host, self._check = ticket, fence, host, check
         self.name = default_name() if not fence else f"owner-{default_name()[-6:]}"
         self.events: queue.SimpleQueue[Received | m.Commit] = queue.SimpleQueue()
         self._failure: FusionError | None = None
@@ -116,7 +123,7 @@ class OwnerLink:
                 return
             if isinstance(message, m.Commit):
                 self.events.put(message)
-            elif isinstance(message, m.JobFailed):
+            elif isinstance(message, (m.JobFailed, m.Refused)):
                 self._fail(FusionError(message.reason))
             else:
                 self._control.put(message)
@@ -164,7 +171,7 @@ class OwnerLink:
         """Send to a stage; waits while too much is queued. Raises FusionError when the job failed."""
         assert self._planned is not None
         node = self._planned.plan.stages[stage_index].node
-        self._call(self._endpoint.send(node, m.encode_message(header), payload, priority), 600.0)
+        self._call(self._endpoint.send(node, m.encode_message(header), payload, priority), 600.0, f"{node} to read")
 
     def next_event(self, timeout_s: float, what: str) -> Received | m.Commit:
         """The next thing that came back. Raises StallError after ``timeout_s``, FusionError when the job failed."""
@@ -173,8 +180,7 @@ class OwnerLink:
             try:
                 event = self.events.get(timeout=0.2)
             except queue.Empty:
-                if self._failure is not None:
-                    raise self._failure from None
+                self._raise_failure()
                 if time.monotonic() > deadline:
                     raise StallError(f"the owner has waited {timeout_s:.0f} s for {what}") from None
                 continue
@@ -196,16 +202,26 @@ class OwnerLink:
             try:
                 message = self._control.get(timeout=0.2)
             except queue.Empty:
+                self._check()
                 if time.monotonic() > deadline:
                     raise StallError(
                         f"the owner gave up waiting for {what}; start more nodes or raise cluster.join_timeout_s"
                     ) from None
                 continue
             if isinstance(message, FusionError):
+                self._raise_failure()
                 raise message
             return message
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+    def _raise_failure(self) -> None:
+        """Raise what went wrong, if anything did. A dead node process explains more than the links it left behind."""
+        self._check()
+        if self._failure is not None:
+            time.sleep(0.3)  # a killed process closes its sockets a moment before its parent can know
+            self._check()
+            raise self._failure from None
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0, what: str = "the network") -> T:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -216,10 +232,10 @@ class OwnerLink:
                     return future.result()
                 if self._failure is not None or time.monotonic() > deadline:
                     future.cancel()
-                    raise self._failure or StallError(f"no progress for {timeout_s:.0f} s") from None
+                    self._raise_failure()
+                    raise StallError(f"the owner has waited {timeout_s:.0f} s for {what}") from None
             except LinkError:
-                if self._failure is not None:
-                    raise self._failure from None
+                self._raise_failure()
                 raise
 
     # the data plane, in the loop's thread

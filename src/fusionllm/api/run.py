@@ -55,15 +55,14 @@ class _Step(msgspec.Struct):
 
 
 class Trainer:
-    """Drives one job. ``progress`` is called with every event that people want to see."""
+    """Drives one job. ``stop_wanted`` is asked before every order: True lets the steps under way be the last."""
 
     def __init__(
-        self, config: RunConfig, dataset: Dataset, link: OwnerLink, planned: m.Planned, check: Callable[[], None]
+        self, config: RunConfig, dataset: Dataset, link: OwnerLink, planned: m.Planned, stop_wanted: Callable[[], bool]
     ) -> None:
-        self._config, self._dataset, self._link, self._planned, self._check = config, dataset, link, planned, check
+        self._config, self._dataset, self._link, self._planned = config, dataset, link, planned
+        self._stop_wanted = stop_wanted
         self._seq = 0
-        self._fetched: list[Received] = []
-        self.stop_requested = False
 
     # weights
 
@@ -104,14 +103,14 @@ class Trainer:
     # steps
 
     def train_steps(self, first: int, last: int) -> Iterator[StepMetrics]:
-        """Train steps ``first`` up to ``last``, their data sent ahead; ends early after `stop_requested`."""
+        """Train steps ``first`` up to ``last``, their data sent ahead; ends early when a stop is wanted."""
         train = self._config.train
         running: list[_Step] = []
         next_step = first
         started = time.perf_counter()
         link_before: dict[str, int] = dict(self._link_bytes_before)
         while True:
-            while next_step < last and len(running) <= train.prefetch and not self.stop_requested:
+            while next_step < last and len(running) <= train.prefetch and not self._stop_wanted():
                 batches = self._dataset.microbatches(
                     next_step, global_batch=train.global_batch, microbatch_size=train.microbatch_size
                 )
@@ -186,7 +185,6 @@ class Trainer:
     def _complete(self, step: _Step, later: Sequence[_Step]) -> None:
         by_seq = {s.order.seq: s for s in (step, *later)}
         while not step.complete:
-            self._check()
             event = self._link.next_event(NO_NEWS_S, f"step {step.order.step}")
             seq = event.seq if isinstance(event, m.Commit) else event.header.seq
             target = by_seq.get(seq)

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ from fusionllm.store.checkpoint import load_checkpoint, save_checkpoint
 from fusionllm.store.dataset import Dataset, open_dataset
 from fusionllm.store.manifest import CheckpointMeta
 from fusionllm.store.run_dir import RunDir
+from fusionllm.store.sources import open_source
 from fusionllm.store.tensorfile import Blob
+from fusionllm.store.tokens import open_tokenizer
 from fusionllm.telemetry.events import Event, Note, StepMetrics
 from fusionllm.telemetry.plot import plot_loss
 from fusionllm.telemetry.sinks import Fanout, open_sinks, read_events
@@ -140,6 +142,16 @@ def train(
     return _Run(resolved, where, module, obj, progress or (lambda event: None)).run()
 
 
+def check_files(config: RunConfig, base_dir: Path) -> None:
+    """Refuse a data file or tokenizer that is not there, before any process is started. Raises UserError."""
+    data = config.data
+    is_path = not data.source.startswith(("hf:", "python:"))
+    if is_path and not (data.source and (base_dir / Path(data.source).expanduser()).exists()):
+        open_source(data.source, text_column=data.text_column, split=data.split, base_dir=base_dir)
+    if data.tokenizer.endswith(".json") and not (base_dir / data.tokenizer).exists():
+        open_tokenizer(data.tokenizer, base_dir)
+
+
 def prepare(config: RunConfig, base_dir: Path, module: torch.nn.Module | None, obj: Any) -> Job:
     """Open the data, build the model, capture it. Raises UserError, CaptureError."""
     dataset = open_dataset(config.data, seed=config.run.seed, base_dir=base_dir, obj=obj)
@@ -172,29 +184,37 @@ class _Run:
         self._config, self._base_dir, self._module, self._obj, self._progress = config, base_dir, module, obj, progress
         self._started = time.perf_counter()
         self._history: list[Event] = []
+        self._stop = _Stop()
 
     def run(self) -> TrainResult:
         config = self._config
-        run_dir = RunDir.create(Path(config.run.root), config.run.name or None, config.run.resume)
+        if self._obj is None:
+            check_files(config, self._base_dir)
+        root = Path(config.run.root)
+        root_is_new = not root.exists()
+        run_dir = RunDir.create(root, config.run.name or None, config.run.resume)
         training = False
         try:
-            with ExitStack() as stack:
+            with self._stop.listening(), ExitStack() as stack:
                 cluster, ticket = self._start_cluster(run_dir, stack)
                 torch.set_num_threads(max(1, self._threads()))
                 job = prepare(config, self._base_dir, self._module, self._obj)
                 state, first_step = self._initial_state(job, run_dir)
-                link = OwnerLink(ticket, config.fence_names()[0] if not config.cluster.broker else "")
+                link = self._open_link(ticket, cluster)
                 stack.callback(link.close)
                 link.open()
-                trainer, plan = self._submit(job, link, cluster)
+                trainer, plan = self._submit(job, link)
+                trainer.send_state(state)
                 training = True
                 run_dir.write_config(dump_config(config))
-                trainer.send_state(state)
                 final, stopped = self._train(job, trainer, run_dir, first_step)
             return self._finish(job, run_dir, final, plan, stopped)
         except BaseException:
             if not training and not config.run.resume:
                 shutil.rmtree(run_dir.path, ignore_errors=True)
+                if root_is_new:
+                    with suppress(OSError):  # another run may have begun there
+                        root.rmdir()
             raise
 
     # before
@@ -212,6 +232,11 @@ class _Run:
         stack.callback(cluster.close)
         return cluster, cluster.start()
 
+    def _open_link(self, ticket: m.Ticket, cluster: LocalCluster | None) -> OwnerLink:
+        if cluster is None:
+            return OwnerLink(ticket)
+        return OwnerLink(ticket, self._config.fence_names()[0], "127.0.0.1", cluster.check)
+
     def _initial_state(self, job: Job, run_dir: RunDir) -> tuple[State, int]:
         if not job.config.run.resume:
             return State({n: _blob(t) for n, t in job.captured.tensors.items()}, {}), 0
@@ -225,9 +250,8 @@ class _Run:
         )
         return State(weights, {n: checkpoint.read_optimizer(n) for n in manifest.optimizer}), manifest.step
 
-    def _submit(self, job: Job, link: OwnerLink, cluster: LocalCluster | None) -> tuple[Trainer, Any]:
+    def _submit(self, job: Job, link: OwnerLink) -> tuple[Trainer, Any]:
         config = self._config
-        check = cluster.check if cluster is not None else (lambda: None)
         options = m.JobOptions(
             num_stages=config.cluster.nodes,
             partition=config.cluster.partition,
@@ -251,12 +275,19 @@ class _Run:
         )
 
         def waiting(message: m.Waiting) -> None:
-            check()
             self._progress(Note(step=0, kind="waiting", text=f"{message.idle} of {message.needed} nodes are here"))
 
         planned = link.submit(encode_graph(job.captured.graph), options, config.cluster.join_timeout_s, waiting)
         self._progress(planned.plan)
-        return Trainer(config, job.dataset, link, planned, check), planned.plan
+        return Trainer(config, job.dataset, link, planned, self._stop_wanted), planned.plan
+
+    def _stop_wanted(self) -> bool:
+        """Whether to order no more steps; says so the first time."""
+        if self._stop.wanted and not self._stop.said:
+            self._stop.said = True
+            text = "finishing the steps under way, then a checkpoint; again: at once"
+            self._progress(Note(step=0, kind="stopping", text=text))
+        return self._stop.wanted
 
     # during
 
@@ -266,9 +297,9 @@ class _Run:
         elapsed = sum(getattr(e, "seconds", 0.0) for e in self._history)
         sinks = open_sinks(self._config.output.sinks, run_dir.path, resume_step)
         state: State | None = None
-        with _closing(sinks), _graceful_stop(trainer, self._progress):
+        with closing(sinks), self._stop.graceful():
             done = first_step
-            while done < train.steps and not trainer.stop_requested:
+            while done < train.steps and not self._stop_wanted():
                 last = min(
                     [train.steps]
                     + [(done // every + 1) * every for every in (train.eval_every, train.checkpoint_every) if every]
@@ -345,30 +376,37 @@ def _blob(tensor: torch.Tensor) -> Blob:
     return Blob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor_to_bytes(tensor.detach()))
 
 
-@contextmanager
-def _closing(sinks: Fanout) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        sinks.close()
+class _Stop:
+    """Ctrl-C and SIGTERM: at once before and after the training, else after the steps under way and a checkpoint.
 
+    A second signal stops at once. The handler only sets a flag: it may run in the middle of a print.
+    """
 
-@contextmanager
-def _graceful_stop(trainer: Trainer, progress: Progress) -> Iterator[None]:
-    """The first Ctrl-C stops after the steps under way, with a checkpoint; the second one at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    def __init__(self) -> None:
+        self.wanted = self.said = self._graceful = False
 
-    def handler(signum: int, frame: Any) -> None:
-        if trainer.stop_requested:
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle both signals in here; only the main thread can, elsewhere nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before: Mapping[int, Any] = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, old in before.items():
+                signal.signal(number, old)
+
+    @contextmanager
+    def graceful(self) -> Iterator[None]:
+        self._graceful = True
+        try:
+            yield
+        finally:
+            self._graceful = False
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        if self.wanted or not self._graceful:
             raise KeyboardInterrupt
-        trainer.stop_requested = True
-        progress(Note(step=0, kind="stopping", text="finishing the steps under way, then a checkpoint; again: at once"))
-
-    before: Mapping[int, Any] = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        self.wanted = True

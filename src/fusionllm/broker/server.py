@@ -90,12 +90,12 @@ class Broker:
             await self._gone(member.name, reason)
 
     async def _admit(self, channel: ControlChannel) -> Member:
-        join = await channel.receive(JOIN_TIMEOUT_S)
         try:
+            join = await channel.receive(JOIN_TIMEOUT_S)
             if not isinstance(join, m.Join):
                 raise AdmissionError(f"the first message was {type(join).__name__}, not Join")
             member = self._membership.admit(join, time.monotonic())
-        except AdmissionError as error:
+        except (AdmissionError, ProtocolError) as error:
             await channel.send(m.Refused(reason=str(error)))
             await channel.close("refused")
             raise
@@ -134,6 +134,7 @@ class Broker:
             self._membership.listening(name, message.host or channel.remote_host, message.port)
             await self._try_waiting()
         elif isinstance(message, m.Submit):
+            self._check_owner(name)
             self._waiting[name] = message
             await self._try_waiting()
         elif isinstance(message, m.EndJob):
@@ -143,21 +144,31 @@ class Broker:
             job = self._jobs.get(message.job)
             if job is not None:
                 if isinstance(message, m.StageDone):
-                    job.link_bytes.update({f"{name}->{peer}": n for peer, n in message.sent_bytes.items()})
+                    known = {job.owner, *job.machine.stage_nodes}
+                    job.link_bytes.update({f"{name}->{p}": n for p, n in message.sent_bytes.items() if p in known})
                 await self._perform(job, _step_job(job.machine, name, message))
         else:
             raise ProtocolError(f"{name} sent {type(message).__name__}, which only a broker sends")
+
+    def _check_owner(self, name: str) -> None:
+        member = self._membership.members[name]
+        if member.role != "owner" or member.job:
+            raise ProtocolError(
+                f"{name} submitted a job; it is a {member.role}" + f" of {member.job}" * bool(member.job)
+            )
 
     # jobs
 
     async def _try_waiting(self) -> None:
         for owner, submit in list(self._waiting.items()):
+            if self._membership.members[owner].job:
+                continue
             idle = len(self._membership.idle_nodes())
             if idle < submit.options.num_stages:
                 await self._send(owner, m.Waiting(needed=submit.options.num_stages, idle=idle))
                 continue
-            del self._waiting[owner]
-            await self._begin(owner, submit)
+            if self._waiting.pop(owner, None) is submit:  # else another newcomer's news began it meanwhile
+                await self._begin(owner, submit)
 
     async def _begin(self, owner: str, submit: m.Submit) -> None:
         self._next_job += 1
@@ -165,16 +176,20 @@ class Broker:
         try:
             check_options(submit.options)
             nodes = self._membership.lease(owner, name, submit.options.num_stages) or []
+            member = self._membership.members[owner]
             # a large graph takes a while to cut; the loop goes on meanwhile
             planned: PlannedJob = await asyncio.get_running_loop().run_in_executor(
-                None,
-                lambda: plan_job(
-                    name, decode_graph(submit.graph), submit.options, nodes, self._membership.members[owner]
-                ),
+                None, lambda: plan_job(name, decode_graph(submit.graph), submit.options, nodes, member)
             )
         except FusionError as error:
             self._membership.release(name)
             await self._send(owner, m.JobFailed(job=name, reason=str(error)))
+            return
+        if not self._membership.holds(name, [owner, *(node.name for node in nodes)]):  # someone left meanwhile
+            self._membership.release(name)
+            if owner in self._channels:
+                self._waiting[owner] = submit
+            await self._try_waiting()
             return
         stage_nodes = tuple(node.name for node in nodes)
         self._jobs[name] = _Job(name, owner, JobMachine(stage_nodes), submit.options.stall_s)
@@ -222,7 +237,7 @@ class Broker:
         while True:
             await asyncio.sleep(5.0)
             for job in list(self._jobs.values()):
-                if job.machine._ready and time.monotonic() - job.last_progress_s > job.stall_s:
+                if time.monotonic() - job.last_progress_s > job.stall_s:
                     job.last_progress_s = time.monotonic()
                     log.warning(
                         "%s has not moved for %.0f s: the job %s", job.job, job.stall_s, job.machine.waiting_for()

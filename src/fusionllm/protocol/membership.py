@@ -6,11 +6,12 @@ The broker's shell tells it what happened and when; it answers who is let in, wh
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterable
 
 import msgspec
 
-from fusionllm.errors import AdmissionError
-from fusionllm.protocol.messages import CONTROL_VERSION, NAME, Join
+from fusionllm.errors import AdmissionError, RemoteProtocolError
+from fusionllm.protocol.messages import NAME, Join, check_version
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -39,11 +40,10 @@ class Membership:
 
     def admit(self, join: Join, now_s: float) -> Member:
         """Let a machine in. Raises AdmissionError with a sentence that the newcomer is shown."""
-        if join.version != CONTROL_VERSION:
-            raise AdmissionError(
-                f"protocol version {join.version}, this broker speaks {CONTROL_VERSION}; "
-                "install the same FusionLLM release on both"
-            )
+        try:
+            check_version(join.version)
+        except RemoteProtocolError as error:
+            raise AdmissionError(str(error)) from None
         if not hmac.compare_digest(join.token.encode(), self._token.encode()):
             raise AdmissionError("wrong join token; copy the ticket the broker prints now, it changes at every start")
         if now_s > self._expires_s:
@@ -52,6 +52,8 @@ class Membership:
             )
         if NAME.fullmatch(join.name) is None:
             raise AdmissionError(f"name {join.name[:80]!r}: use 1 to 63 letters, digits, dots, dashes or underscores")
+        if join.fence and NAME.fullmatch(join.fence) is None:
+            raise AdmissionError(f"fence {join.fence[:80]!r}: use 1 to 63 letters, digits, dots, dashes or underscores")
         if join.name in self.members or join.name == "broker":
             raise AdmissionError(f"a machine named {join.name!r} is already here; choose another with --name")
         member = Member(join.name, join.role, join.fence, join.backend, join.opset)
@@ -83,6 +85,10 @@ class Membership:
         self.members.update({m.name: m for m in leased})
         self.members[owner] = msgspec.structs.replace(self.members[owner], job=job)
         return leased
+
+    def holds(self, job: str, names: Iterable[str]) -> bool:
+        """Whether all of these machines are still here and lent to this job."""
+        return all(name in self.members and self.members[name].job == job for name in names)
 
     def release(self, job: str) -> None:
         """The job is over; its machines are idle again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal, TypeVar
 
 import msgspec
@@ -311,7 +312,14 @@ def bind_batch(dims: tuple[Dim, ...], shape: tuple[int, ...], symbols: Mapping[s
     return found
 
 
+class _AnyJoin(msgspec.Struct, tag="Join"):
+    """What a Join of every version has in common."""
+
+    version: int
+
+
 _encode = msgspec.msgpack.Encoder().encode
+_decode_any_join = msgspec.msgpack.Decoder(_AnyJoin)
 _decode_control = msgspec.msgpack.Decoder(Control)
 _decode_header = msgspec.msgpack.Decoder(TensorHeader)
 _decode_order = msgspec.msgpack.Decoder(StepOrder)
@@ -330,9 +338,23 @@ def _checked(decoder: msgspec.msgpack.Decoder[_M], data: bytes | memoryview, wha
         raise RemoteProtocolError(f"bad {what}: {error}") from None
 
 
+def check_version(version: int) -> None:
+    """Raises RemoteProtocolError for a control plane other than ours."""
+    if version != CONTROL_VERSION:
+        raise RemoteProtocolError(
+            f"protocol version {version}, this broker speaks {CONTROL_VERSION}; "
+            "install the same FusionLLM release on both"
+        )
+
+
 def decode_control(data: bytes) -> Control:
-    """Read a control message from outside. Raises RemoteProtocolError."""
-    return _checked(_decode_control, data, "control message")
+    """Read a control message from outside. Raises RemoteProtocolError, which names a Join's version if it differs."""
+    try:
+        return _checked(_decode_control, data, "control message")
+    except RemoteProtocolError:
+        with suppress(msgspec.ValidationError, msgspec.DecodeError):  # another version's Join may have other fields
+            check_version(_decode_any_join.decode(data).version)
+        raise
 
 
 def decode_header(data: bytes) -> TensorHeader:
