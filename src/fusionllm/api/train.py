@@ -158,6 +158,7 @@ def prepare(config: RunConfig, base_dir: Path, module: torch.nn.Module | None, o
     model = config.model
     if module is None and dataset.vocab_size and model.source in ("gpt2", "llama") and "vocab_size" not in model.config:
         model = msgspec.structs.replace(model, config={**model.config, "vocab_size": dataset.vocab_size})
+        config = msgspec.structs.replace(config, model=model)
     source = resolve_model(model, base_dir=base_dir, seed=config.run.seed, module=module)
     if dataset.vocab_size:
         if source.max_seq_len is not None and config.data.seq_len > source.max_seq_len:
@@ -206,7 +207,7 @@ class _Run:
                 trainer, plan = self._submit(job, link)
                 trainer.send_state(state)
                 training = True
-                run_dir.write_config(dump_config(config))
+                run_dir.write_config(dump_config(job.config))
                 final, stopped = self._train(job, trainer, run_dir, first_step)
             return self._finish(job, run_dir, final, plan, stopped)
         except BaseException:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fusionllm.api.config import load_config
-from fusionllm.api.train import prepare
 from fusionllm.capture.export import Captured, capture_module
+from fusionllm.capture.sources import resolve_model
 from fusionllm.capture.weights import export_hf, write_back
 from fusionllm.compute import tensor_from_buffer
 from fusionllm.errors import UserError
@@ -30,7 +30,7 @@ def capture(module: torch.nn.Module, example_inputs: dict[str, torch.Tensor], *,
 
 
 def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> Path:
-    """Write a run's checkpoint as a Hugging Face folder.
+    """Write a run's checkpoint as a Hugging Face folder. The run's data is not needed.
 
     Args:
         run: the run's folder. step: which checkpoint, None for the latest.
@@ -39,17 +39,15 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
         UserError: no such run, a folder that is not empty, a model that is not from Hugging Face.
         CheckpointError: the checkpoint is damaged.
     """
-    path, out = Path(run), Path(folder)
+    path, out = Path(run).resolve(), Path(folder)
     run_dir = RunDir.open(path.parent, path.name)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; name a new folder")
     config = load_config(run_dir.config)
     base_dir = Path(config.run.base_dir)
-    job = prepare(config, base_dir, None, None)
     checkpoint = load_checkpoint(run_dir.checkpoints, step)
-    checkpoint.require(graph_hash=job.captured.graph.content_hash())
+    module = resolve_model(config.model, base_dir=base_dir, seed=config.run.seed).module
     weights = {n: checkpoint.read_weight(n) for n in checkpoint.manifest.weights}
-    module = job.source.module
     write_back(module, {n: tensor_from_buffer(b.data, b.dtype, b.shape) for n, b in weights.items()})
     module.eval()
     tokenizer = base_dir / config.data.tokenizer

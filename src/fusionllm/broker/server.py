@@ -107,7 +107,11 @@ class Broker:
             raise AdmissionError(f"{join.name} sent an unusable public key") from None
         channel.peer = join.name
         self._channels[join.name] = channel
-        await channel.send(m.Welcome(name=join.name, cert_pem=cert, ca_pem=self._authority.cert_pem))
+        try:
+            await channel.send(m.Welcome(name=join.name, cert_pem=cert, ca_pem=self._authority.cert_pem))
+        except LinkError as error:
+            await self._gone(join.name, str(error))
+            raise
         log.info(
             "%s %s joined from %s%s",
             join.role,
@@ -161,8 +165,6 @@ class Broker:
 
     async def _try_waiting(self) -> None:
         for owner, submit in list(self._waiting.items()):
-            if self._membership.members[owner].job:
-                continue
             idle = len(self._membership.idle_nodes())
             if idle < submit.options.num_stages:
                 await self._send(owner, m.Waiting(needed=submit.options.num_stages, idle=idle))

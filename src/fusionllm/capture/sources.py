@@ -128,7 +128,7 @@ def _overridden(hf_config: Any, name: str, raw: Mapping[str, Any], overrides: Ma
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"unknown key model.config.{key} = {overrides[key]!r} for {name}{hint}")
     vocab_size = overrides.get("vocab_size")
-    ids = {}
+    ids: dict[str, None] = {}
     if isinstance(vocab_size, int):  # the architecture's default ids may lie outside a smaller vocabulary
         for key in ("bos_token_id", "eos_token_id"):
             default = getattr(hf_config, key, None)
