@@ -198,7 +198,8 @@ class _Run:
         try:
             with self._stop.listening(), ExitStack() as stack:
                 cluster, ticket = self._start_cluster(run_dir, stack)
-                torch.set_num_threads(max(1, self._threads()))
+                if self._threads():
+                    torch.set_num_threads(self._threads())
                 job = prepare(config, self._base_dir, self._module, self._obj)
                 state, first_step = self._initial_state(job, run_dir)
                 link = self._open_link(ticket, cluster)
@@ -266,7 +267,7 @@ class _Run:
                     precision=config.train.precision,  # type: ignore[arg-type]
                     recompute=config.train.recompute,
                     seed=config.run.seed,
-                    num_threads=max(1, self._threads()),
+                    num_threads=self._threads(),
                     tied=config.train.tied,  # type: ignore[arg-type]
                 )
             ),

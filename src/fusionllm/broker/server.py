@@ -25,6 +25,7 @@ from fusionllm.transport.control import ControlChannel, serve_control
 log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
+WATCH_EVERY_S = 5.0
 
 
 class _Job:
@@ -237,7 +238,7 @@ class Broker:
 
     async def _watch_stalls(self) -> None:
         while True:
-            await asyncio.sleep(5.0)
+            await asyncio.sleep(WATCH_EVERY_S)
             for job in list(self._jobs.values()):
                 if time.monotonic() - job.last_progress_s > job.stall_s:
                     job.last_progress_s = time.monotonic()

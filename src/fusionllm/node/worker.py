@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 from collections import deque
@@ -140,6 +141,8 @@ class StageWorker(threading.Thread):
             compute = msgspec.json.decode(options.compute, type=ComputeOptions)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise RemoteProtocolError(f"bad job options: {error}") from None
+        cores = os.cpu_count() or 1
+        compute = msgspec.structs.replace(compute, num_threads=min(compute.num_threads or cores, cores))
         if options.pipeline not in PIPELINES:
             raise RemoteProtocolError(f"unknown pipeline schedule {options.pipeline!r}; known: {', '.join(PIPELINES)}")
         counted = [
