@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
+import fusionllm
+from fusionllm.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 CLI = [sys.executable, "-W", "ignore", "-m", "fusionllm.cli.main"]
@@ -144,14 +146,31 @@ def test_no_node_outlives_its_parent_killed(tiny, tmp_path):
 
 
 def test_a_killed_node_ends_the_run_with_its_name(tiny, tmp_path):
-    process = start(tiny, tmp_path, "--name", "hit", "--set", "train.steps=100000")
-    wait_for_step(process, 1)
+    process = start(tiny, tmp_path, "--name", "hit", "--set", "train.steps=100000", "--set", "train.checkpoint_every=2")
+    wait_for_step(process, 5)
     nodes = children(process)
-    os.kill(nodes[1].pid, signal.SIGKILL)
+    victim = next(node for node in nodes if "node1" in node.cmdline())
+    victim.kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "node" in err and "Traceback" not in err, err[-2000:]
+    assert err.splitlines()[-1].startswith("error: node1 was killed by SIGKILL") and "Traceback" not in err, err[-2000:]
     assert gone(nodes, 10)
+    last = sorted((tmp_path / "hit" / "checkpoints").glob("step-*"))[-1]
+    done = int(last.name.removeprefix("step-"))
+    result = fusionllm.train(config=tiny, root=str(tmp_path), name="hit", resume=True, steps=done + 2, nodes=1)
+    assert [e.step for e in result.history if hasattr(e, "lr")] == list(range(1, done + 3))
+
+
+def test_sigterm_before_the_first_step_leaves_nothing(tiny, tmp_path):
+    process = start(tiny, tmp_path / "new", "--set", "cluster.nodes=1")
+    deadline = time.monotonic() + 60
+    while not (nodes := children(process)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err, err[-2000:]
+    assert gone(nodes, 10)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_broker_and_two_nodes_train_twice(tiny, tmp_path):
@@ -184,8 +203,6 @@ def test_a_broker_and_two_nodes_train_twice(tiny, tmp_path):
 
 
 def test_a_module_and_arrays_from_python(tmp_path):
-    import fusionllm
-
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -206,3 +223,21 @@ def test_a_module_and_arrays_from_python(tmp_path):
     )  # fmt: skip
     assert len(result.losses) == 12 and result.losses[-1] < result.losses[0]  # 40 rows: every third step is short
     assert result.model is model and result.summary.val_loss is not None
+
+
+def test_texts_from_python_then_export_without_them(tmp_path):
+    model = {"source": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16}}
+    seen = []
+    result = fusionllm.train(
+        model, ["one two three four " * 20, "five six seven " * 20], steps=3, nodes=2, seq_len=16, global_batch=4,
+        microbatch_size=2, root=str(tmp_path), name="texts", progress=seen.append, plot=False,
+    )  # fmt: skip
+    assert len(result.losses) == 3 and not result.stopped_early
+    assert [type(e).__name__ for e in result.history] == ["StepMetrics"] * 3 + ["ValMetrics"]
+    assert {"Plan", "StepMetrics", "ValMetrics"} <= {type(e).__name__ for e in seen}
+    folder = fusionllm.export(result.run_dir, tmp_path / "hf")
+    assert (folder / "model.safetensors").is_file()
+    with pytest.raises(UserError, match=r"did you mean steps"):
+        fusionllm.train(model, ["text"], step=3)
+    with pytest.raises(UserError, match=r"exists in"):
+        fusionllm.train(model, ["text"], root=str(tmp_path), name="texts")

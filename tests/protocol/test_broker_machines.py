@@ -35,12 +35,24 @@ def join(name: str = "n0", **changes) -> Join:
         ({}, 11.0, "expired"),
         ({"version": 99}, 0.0, "version 99"),
         ({"name": "../etc"}, 0.0, "letters, digits"),
+        ({"fence": "a\nb"}, 0.0, "letters, digits"),
         ({"name": "broker"}, 0.0, "already here"),
     ],
 )
 def test_a_newcomer_is_refused_with_a_reason(changes, now_s, text):
     with pytest.raises(AdmissionError, match=text):
         Membership("secret", 10.0).admit(join(**changes), now_s)
+
+
+def test_a_job_holds_its_machines_until_one_leaves():
+    roster = Membership("secret", 10.0)
+    for name in ("o", "a", "b"):
+        roster.admit(join(name, role="owner" if name == "o" else "node"), 0.0)
+        roster.listening(name, "host", 1)
+    assert roster.lease("o", "job1", 2) is not None
+    assert roster.holds("job1", ["o", "a", "b"]) and not roster.holds("job2", ["a"])
+    roster.leave("b")
+    assert not roster.holds("job1", ["o", "a", "b"])
 
 
 def test_one_machine_per_identity():

@@ -14,6 +14,8 @@ from fusionllm.errors import UserError
 def tables_from_options(options: Mapping[str, Any], config: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
     """``{"steps": 20, "optimizer": {"lr": 1e-3}}`` -> ``{"train": {"steps": 20}, "optimizer": {"lr": 1e-3}}``.
 
+    A name that the table ``run`` has is the run's, whoever else has it: ``name`` is the name of the run.
+
     Raises:
         UserError: a name that no table has, or that several have.
     """
@@ -22,6 +24,7 @@ def tables_from_options(options: Mapping[str, Any], config: type[msgspec.Struct]
     for table, struct in tables.items():
         for field in msgspec.structs.fields(struct):
             homes.setdefault(field.name, []).append(table)
+    homes |= {field.name: ["run"] for field in msgspec.structs.fields(tables["run"])} if "run" in tables else {}
     out: dict[str, dict[str, Any]] = {}
     for name, value in options.items():
         if name in tables and isinstance(value, Mapping):

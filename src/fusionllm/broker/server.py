@@ -212,7 +212,7 @@ class Broker:
                     await self._send(name, commit)
                 await self._send(job.owner, msgspec.structs.replace(commit, link_bytes=dict(job.link_bytes)))
             elif isinstance(command, FailJob):
-                log.error("%s failed: %s", job.job, command.reason)
+                log.info("%s failed: %s", job.job, command.reason)  # the owner is told, and says it
                 await self._send(job.owner, m.JobFailed(job=job.job, reason=command.reason))
                 await self._end(job, command.reason)
 
