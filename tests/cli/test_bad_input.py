@@ -105,6 +105,21 @@ def test_a_port_in_use_is_named():
     assert result.exit_code == 2 and str(port) in result.stderr and "--port" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--port", "70000"], ["70000", "65535"]),
+        (["--advertise", "a b", "--port", "0"], ["'a b'", "--advertise"]),
+        (["--host", "no.such.host.invalid", "--port", "0"], ["no.such.host.invalid"]),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(args, words):
+    result = invoke("broker", *args)
+    assert result.exit_code == 2
+    for word in words:
+        assert word in result.stderr
+
+
 def test_joining_with_a_bad_ticket():
     result = invoke("join", "nonsense")
     assert result.exit_code == 2 and "ticket" in result.stderr

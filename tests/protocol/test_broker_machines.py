@@ -116,6 +116,8 @@ def test_messages_survive_the_wire_and_refuse_what_they_do_not_know():
 
 
 def test_a_ticket_reads_back_and_a_wrong_one_says_what_is_wrong():
+    six = Ticket("::1", 7654, "ab" * 32, "token-token")
+    assert parse_ticket(str(six)) == six
     ticket = Ticket("host.example", 7654, "ab" * 32, "token-token")
     assert parse_ticket(f" {ticket}\n") == ticket
     for bad in (

@@ -97,7 +97,7 @@ def train(
 @app.command()
 def broker(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 7654,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 7654,
     advertise: Annotated[str | None, typer.Option(help="Host name written into the ticket.")] = None,
     token_hours: Annotated[float, typer.Option(help="Hours for which the join ticket is good.")] = 24.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ticket as JSON.")] = False,
@@ -114,10 +114,15 @@ def broker(
         import socket
 
         from fusionllm.broker import Broker
+        from fusionllm.errors import UserError
+        from fusionllm.protocol.messages import HOST
         from fusionllm.telemetry.log import configure_logging
 
         configure_logging("broker")
         shown = advertise or (host if host not in ("0.0.0.0", "::") else socket.gethostname())
+
+        if HOST.fullmatch(shown) is None:
+            raise UserError(f"host {shown!r} cannot stand in a ticket; give a host name or address with --advertise")
 
         async def serve() -> None:
             server = Broker(host, port, advertise=shown, token_hours=token_hours)
@@ -145,7 +150,7 @@ def join(
     name: Annotated[str, typer.Option(help="Name of this machine; default: host name and a random part.")] = "",
     fence: Annotated[str, typer.Option(help="Name of the site, for nodes that are near each other.")] = "",
     host: Annotated[str, typer.Option(help="Address to listen on for tensors.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Port to listen on for tensors; 0 for any.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on for tensors; 0 for any.")] = 0,
     advertise: Annotated[str, typer.Option(help="Host name others reach this machine under.")] = "",
     parent_pipe: Annotated[bool, typer.Option("--parent-pipe", hidden=True)] = False,
 ) -> None:
@@ -182,8 +187,8 @@ def graph(
             help="gpt2, llama, a Hugging Face folder or config.json, or python:module:function, or a run's TOML."
         ),
     ],
-    batch: Annotated[int, typer.Option(help="Rows, for bytes and FLOPs.")] = 1,
-    seq_len: Annotated[int, typer.Option(help="Tokens per row, for language models.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Rows, for bytes and FLOPs.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per row, for language models.")] = 128,
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the model's config.")
     ] = None,

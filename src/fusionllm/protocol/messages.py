@@ -21,6 +21,8 @@ from fusionllm.ir.tensor import Dim, dim_symbols, eval_dim
 #: Version of the control plane. A node of another version is refused at join with both numbers.
 CONTROL_VERSION = 1
 MAX_CONTROL_BYTES = 300 << 20
+#: A host name, or an address of IPv4 or IPv6.
+HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9a-fA-F:.]{2,45}")
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 Role = Literal["node", "owner"]
@@ -267,11 +269,12 @@ class Ticket(msgspec.Struct, frozen=True):
     token: str
 
     def __str__(self) -> str:
-        return f"fusion1:{self.host}:{self.port}:{self.fingerprint}:{self.token}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"fusion1:{host}:{self.port}:{self.fingerprint}:{self.token}"
 
 
 _TICKET = re.compile(
-    r"fusion(\d+):([A-Za-z0-9.-]{1,253}|\[[0-9a-fA-F:.]+\]):(\d{1,5}):([0-9a-f]{64}):([A-Za-z0-9_-]{8,128})"
+    r"fusion(\d+):([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]):(\d{1,5}):([0-9a-f]{64}):([A-Za-z0-9_-]{8,128})"
 )
 
 
