@@ -47,6 +47,9 @@ def invoke(*args: str):
         ("nodes = 2", 'nodes = 2\nbroker = "xyz"', ["'xyz'", "ticket"]),
         ("nodes = 2", "nodes = 2\nfences = [1, 2]", ["3", "2"]),
         ("nodes = 2", 'nodes = 2\nslow_link = { bandwidth = "fast" }', ["'fast'", "Mbps"]),
+        ("[cluster]", "[optimizer]\nlr = nan\n[cluster]", ["optimizer.lr is nan", "finite"]),
+        ("[cluster]", "[optimizer]\nname = 'adamx'\n[cluster]", ["'adamx'", "adamw", "sgd"]),
+        ("[cluster]", "[cluster]\nstall_s = 0", ["cluster.stall_s is 0", "at least 1"]),
         ("n_layer = 1", "n_layers = 1", ["n_layers", "n_layer"]),
     ],
 )

@@ -7,11 +7,12 @@ the key, the value and the nearest known key.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -242,11 +243,31 @@ def _sentence(message: str, raw: Any) -> str:
             value = value[int(name)] if isinstance(value, list) else value[name]
         except (KeyError, IndexError, TypeError, ValueError):
             return f"{match[2]}: {match[1]}"
-    return f"{match[2]} = {value!r}: {match[1][0].lower()}{match[1][1:]}"
+    known = _known_words(match[2])
+    what = f"known: {', '.join(known)}" if known else f"{match[1][0].lower()}{match[1][1:]}"
+    return f"{match[2]} = {value!r}: {what}"
+
+
+def _known_words(path: str) -> tuple[str, ...]:
+    """The words that the key at ``path`` may be; none when it is no choice of words."""
+    kind: Any = RunConfig
+    for name in path.split("."):
+        is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+        kind = get_type_hints(kind).get(name) if is_struct else None
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _check_finite(tree: Any, where: str) -> None:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _check_finite(value, f"{where}.{key}" if where else key)
+    elif isinstance(tree, float) and not math.isfinite(tree):
+        raise UserError(f"{where} is {tree}; it must be a finite number")
 
 
 def _check_values(config: RunConfig) -> None:
     train, cluster = config.train, config.cluster
+    _check_finite(msgspec.to_builtins(config), "")
     for name, value, least in (
         ("train.steps", train.steps, 1),
         ("train.global_batch", train.global_batch, 1),
