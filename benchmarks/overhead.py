@@ -45,7 +45,8 @@ def run(argv: list[str]) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     return "\n".join(
-        f"{name:6} eager {result[f'{name}_eager_cpu_s'] * 1e3:7.1f} ms  "
+        f"{name:6} eager {result[f'{name}_eager_cpu_s'] * 1e3:7.1f} ms  graph "
+        f"{result[f'{name}_graph_cpu_s'] * 1e3:7.1f} ms  ratio {result[f'ratio_{name}']:.3f}  (CPU time; "
         f"wall {result[f'{name}_eager_wall_s'] * 1e3:.1f} and {result[f'{name}_graph_wall_s'] * 1e3:.1f} ms)"
         for name in MODELS
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from fusionllm.capture.gradients import keep_detached, refuse_own_backward
 from fusionllm.capture.normalise import GraphBuilder, user_line
 from fusionllm.errors import CaptureError, GraphError
 from fusionllm.ir.graph import OpGraph
@@ -78,9 +79,10 @@ def capture_module(
     inputs = tuple(example_inputs[name] for name in names)
     dynamic: Any = {"inputs": tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.enable_grad(), refuse_own_backward():
             warnings.simplefilter("ignore")
             program = torch.export.export(wrapper, inputs, dynamic_shapes=dynamic, strict=False)
+            keep_detached(program)
             program = program.run_decompositions({})
     except CaptureError:
         raise

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
+import sysconfig
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
+import fusionllm
 from fusionllm.errors import CaptureError
 from fusionllm.ir.graph import UNUSED, Arg, Buffer, Op, OpGraph, Param, Value, rename_refs
 from fusionllm.ir.ops import OPS
@@ -28,7 +32,7 @@ SYMBOL_OPS: dict[Any, str] = {
     operator.le: "le", operator.gt: "gt", operator.lt: "lt", operator.neg: "neg",
 }  # fmt: skip
 _DROPPED = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "sym_constrain_range"}
-_IDENTITY = {"clone", "alias", "contiguous", "lift_fresh_copy", "lift_fresh", "detach_"}
+_IDENTITY = {"clone", "alias", "contiguous", "lift_fresh_copy", "lift_fresh"}
 _RESHAPES = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"}
 _CASTS = {"to", "_to_copy"}
 _DROPOUTS = {"aten.dropout.default", "aten.native_dropout.default"}
@@ -304,14 +308,26 @@ def remove_dead(graph: OpGraph) -> OpGraph:
 
 
 def merge_equal(graph: OpGraph) -> OpGraph:
-    """With equal calls computed once. Random operators are never merged."""
+    """With equal calls computed once, where no gradient can tell; and without detaches of what carries none.
+
+    Random operators are never merged. Neither are those a gradient flows through: their gradients would be summed
+    before the operator, where the model sums them behind it, and rounding would differ.
+    """
+    carrying = {p.id for p in graph.params.values()}
     names: dict[str, str] = {}
     seen: dict[bytes, Op] = {}
     kept: list[Op] = []
     for op in graph.ops:
         op = msgspec.structs.replace(op, args={k: rename_refs(v, names) for k, v in op.args.items()})
+        carries = any(ref in carrying for ref in op.refs())
+        if op.name == "aten.detach.default":
+            if not carries:
+                names[op.outs[0]] = op.args["self"]["r"]
+                continue
+        elif carries:
+            carrying.update(o for o, spec in zip(op.outs, op.specs) if spec.is_float and o != UNUSED)
         key = msgspec.json.encode((op.name, op.args), order="deterministic")
-        twin = seen.get(key) if op.rng is None else None
+        twin = seen.get(key) if op.rng is None and carrying.isdisjoint(op.outs) else None
         if twin is not None and all(b != UNUSED or a == UNUSED for a, b in zip(op.outs, twin.outs)):
             names.update({a: b for a, b in zip(op.outs, twin.outs) if a != UNUSED})
             continue
@@ -347,16 +363,23 @@ def _source(node: Any) -> str:
 
 
 _USER_CODE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_PACKAGES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, fusionllm.__file__))
+_PYTHON = tuple(
+    {str(Path(path).resolve()) + os.sep for path in (str(Path(os.__file__).parent), sysconfig.get_path("stdlib"))}
+)
 
 
 def user_line(text: str) -> str | None:
-    """``file.py:12 (`code`)`` of the last frame in a stack trace that is neither torch's nor ours."""
-    frames = [
-        (path, line, code)
-        for path, line, _, code in _USER_CODE.findall(text)
-        if not re.search(r"/(torch|fusionllm)/|<frozen|<string>", path)
-    ]
+    """``file.py:12 (`code`)`` of the last frame in a stack trace that is not torch's, Python's own or ours."""
+    frames = [(path, line, code) for path, line, _, code in _USER_CODE.findall(text) if _is_users(path)]
     if not frames:
         return None
     path, line, code = frames[-1]
-    return f"{'/'.join(path.split('/')[-2:])}:{line} (`{code.strip()[:100]}`)"
+    return f"{'/'.join(Path(path).parts[-2:])}:{line} (`{code.strip()[:100]}`)"
+
+
+def _is_users(path: str) -> bool:
+    if path.startswith("<") or path.startswith(_PACKAGES):
+        return False
+    return not str(Path(path).resolve()).startswith(_PYTHON) or _INSTALLED.search(path) is not None

@@ -122,7 +122,7 @@ class Program:
         for call in self._calls:
             try:
                 call.run(env, context)
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise GraphError(f"operator {call.name} failed: {error}") from error

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fusionllm.compute.ops_torch import attention, dropout, seed_of
 
 _DROPOUTS = (F.dropout, torch.dropout)
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class CounterDropout(TorchFunctionMode):
@@ -31,13 +32,14 @@ class CounterDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            training = kwargs.get("training", args[2] if len(args) > 2 else True)
+            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             if training and p > 0:
                 return dropout(args[0] if args else kwargs["input"], p, self._next())
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0.0) > 0:
-            mask, causal = kwargs.get("attn_mask"), kwargs.get("is_causal", False)
-            query, key, value = args[:3] if len(args) >= 3 else (kwargs["query"], kwargs["key"], kwargs["value"])
-            return attention(query, key, value, mask, kwargs["dropout_p"], causal, kwargs.get("scale"), self._next())
+        given = dict(zip(_ATTENTION, args)) | kwargs if func is F.scaled_dot_product_attention else {}
+        if given.get("dropout_p", 0.0) > 0:
+            mask, p, causal = given.get("attn_mask"), given["dropout_p"], given.get("is_causal", False)
+            query, key, value = given["query"], given["key"], given["value"]
+            return attention(query, key, value, mask, p, causal, given.get("scale"), self._next())
         return func(*args, **kwargs)
 
     def _next(self) -> int:

@@ -91,7 +91,11 @@ class TorchStage:
         got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if got != (entry.spec.dtype, entry.spec.concrete({})):
             raise GraphError(f"tensor {name!r} is {got[0]}{list(got[1])}, expected {entry.spec}")
-        own = tensor.to(self._device, copy=True)
+        if entry.id in self._tensors:  # in place: the optimizer holds this very tensor
+            with torch.no_grad():
+                self._tensors[entry.id].copy_(tensor)
+            return
+        own = tensor.detach().to(self._device, copy=True)
         if name in self.graph.params:
             own.requires_grad_(self.graph.params[name].trainable)
         self._tensors[entry.id] = own
@@ -262,8 +266,9 @@ class TorchStage:
         return lr
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a step that is not going to happen."""
+        """Forget the gradients of a step that is not going to happen, and the forwards without a backward."""
         self._tied_grads.clear()
+        self._stash.clear()
         for parameter in self.graph.params.values():
             self._tensors[parameter.id].grad = None
 

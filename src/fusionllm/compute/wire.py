@@ -29,8 +29,12 @@ def tensor_from_buffer(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch
             f"{dtype}{list(shape)} needs {math.prod(shape) * DTYPES[dtype]} bytes, got {len(view)}"
         )
     kind = getattr(torch, dtype)
-    if len(view) == 0:
-        return torch.empty(shape, dtype=kind)
-    if view.readonly:
+    if view.readonly and len(view) > 0:
         view = memoryview(bytearray(view))
-    return torch.frombuffer(view, dtype=kind).reshape(shape)
+    try:
+        flat = torch.frombuffer(view, dtype=kind) if len(view) > 0 else torch.empty(0, dtype=kind)
+        return flat.reshape(shape)
+    except (RuntimeError, OverflowError, TypeError):  # e.g. a size past 64 bits beside a size of 0
+        raise RemoteProtocolError(
+            f"torch cannot hold {dtype}{list(shape)[:16]}; sizes and rank are too large"
+        ) from None
