@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 from torch import nn
 
-from fusionllm.capture.export import capture_module
+from fusionllm.capture.export import Captured, capture_module
 from fusionllm.compute import (
     ComputeOptions,
     OptimConfig,
@@ -101,16 +103,21 @@ def plain(model: nn.Module, batches: list[dict[str, torch.Tensor]], optim: Optim
     return losses
 
 
-class Chain:
-    """Stages in this process, all microbatches forward, then all backward."""
+def spread(captured: Captured, num_stages: int) -> list[int]:
+    """Boundaries near equal numbers of operators."""
+    count = len(anchored_ops(captured.graph))
+    places = [c.boundary for c in list_cuts(captured.graph, {"B": 3})]
+    targets = [count * k // num_stages for k in range(1, num_stages)]
+    return sorted({min(places, key=lambda p, t=t: abs(p - t)) for t in targets})
 
-    def __init__(self, model: nn.Module, batches, num_stages: int, optim: OptimConfig, steps: int, **options) -> None:
+
+class Chain:
+    """Stages in this process, all microbatches forward, then all backward. ``cut``: how many, or boundaries."""
+
+    def __init__(self, model: nn.Module, batches, cut: int | list[int], optim: OptimConfig, steps: int, **options):
         captured = capture_module(model, batches[0])
-        count = len(anchored_ops(captured.graph))
-        places = [c.boundary for c in list_cuts(captured.graph, {"B": 3})]
-        targets = [count * k // num_stages for k in range(1, num_stages)]
-        graphs = split_graph(captured.graph, sorted({min(places, key=lambda p: abs(p - t)) for t in targets}))
-        assert len(graphs) == num_stages
+        graphs = split_graph(captured.graph, spread(captured, cut) if isinstance(cut, int) else cut)
+        assert len(graphs) == (cut if isinstance(cut, int) else len(cut) + 1)
         holders = {n: [i for i, g in enumerate(graphs) if n in g.params] for n in captured.graph.params}
         self.tied = {n: h for n, h in holders.items() if len(h) > 1}
         self.stages = [
@@ -166,6 +173,43 @@ def test_any_partition_equals_a_plain_loop_bit_for_bit(kind, num_stages, recompu
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, tensor in chain.weights().items():
         assert torch.equal(tensor, own[name]), name
+
+
+def places_of(kind: str) -> list[int]:
+    model, batches = made(kind)
+    return [c.boundary for c in list_cuts(capture_module(model, batches[0]).graph, {"B": 3})]
+
+
+PLACES = places_of("dropout")
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cut=st.lists(st.sampled_from(PLACES), min_size=1, max_size=5, unique=True).map(sorted))
+def test_any_boundaries_at_all_equal_a_plain_loop(cut):
+    optim = OptimConfig(lr=1e-2)
+    model, batches = made("dropout")
+    chain = Chain(model, batches, cut, optim, 2, seed=7)
+    assert [loss for step in range(2) for loss in chain.step(step, batches)] == plain(model, batches, optim, 2, 7)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    config=st.builds(
+        OptimConfig,
+        lr=st.floats(1e-6, 1.0),
+        schedule=st.sampled_from(["constant", "cosine", "linear"]),
+        warmup_steps=st.integers(0, 50),
+        min_lr_ratio=st.floats(0, 1),
+    ),
+    num_steps=st.integers(1, 200),
+    step=st.integers(0, 300),
+)
+def test_a_learning_rate_stays_between_its_limits(config, num_steps, step):
+    rate = learning_rate(config, step, num_steps)
+    assert 0 <= rate <= config.lr * (1 + 1e-12)
+    if step >= config.warmup_steps:
+        assert rate >= config.lr * config.min_lr_ratio * (1 - 1e-12)
+        assert learning_rate(config, step + 1, num_steps) <= rate
 
 
 def test_clipping_uses_the_norm_over_all_stages():
@@ -232,7 +276,14 @@ def test_bytes_round_trip(dtype, shape):
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "size"),
-    [("float32", (2,), 7), ("float32", (-2,), 8), ("object", (1,), 8), ("int64", (1 << 40,), 8)],
+    [
+        ("float32", (2,), 7),
+        ("float32", (-2,), 8),
+        ("object", (1,), 8),
+        ("int64", (1 << 40,), 8),
+        ("uint8", (0, 1 << 70), 0),
+        ("uint8", (1,) * 70 + (2,), 1),
+    ],
 )
 def test_bytes_of_another_length_are_refused(dtype, shape, size):
     with pytest.raises(RemoteProtocolError):

@@ -1,0 +1,17 @@
+"""Every backend through the shared kit."""
+
+from __future__ import annotations
+
+import pytest
+from tests.kits.backend_kit import BackendContract
+
+from fusionllm.compute import BACKENDS
+
+
+class TestTorch(BackendContract):
+    backend = "torch"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_is_in_the_kit(name: str) -> None:
+    assert name in {case.backend for case in BackendContract.__subclasses__()}
