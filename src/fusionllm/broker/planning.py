@@ -10,7 +10,7 @@ from fusionllm.errors import PlanError
 from fusionllm.estimate.flops import anchored_flops, graph_costs
 from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
-from fusionllm.ir.plan import Plan, StagePlan
+from fusionllm.ir.plan import Plan, StagePlan, tied_params
 from fusionllm.protocol.membership import Member
 from fusionllm.protocol.messages import Assign, JobOptions, Peer, Planned, Shape
 from fusionllm.schedule.partition import partition_graph
@@ -29,12 +29,7 @@ def plan_job(job: str, graph: OpGraph, options: JobOptions, nodes: Sequence[Memb
     costs = anchored_flops(graph, symbols)
     boundaries = partition_graph(graph, len(nodes), options.partition, symbols, costs=costs)
     stages = split_graph(graph, boundaries)
-    tied = {
-        name: holders
-        for name in graph.params
-        if len(holders := tuple(i for i, s in enumerate(stages) if name in s.params)) > 1
-    }
-    loss_stage = next(i for i, s in enumerate(stages) if graph.outputs[0] in s.outputs)
+    tied = tied_params([stage.params for stage in stages])
     producer = {value: i for i, stage in enumerate(stages) for value in stage.send}
     names = tuple(node.name for node in nodes)
     edges = [0, *boundaries, len(anchored_ops(graph))]
@@ -68,8 +63,7 @@ def plan_job(job: str, graph: OpGraph, options: JobOptions, nodes: Sequence[Memb
         job=job,
         plan=plan,
         inputs=tuple(tuple(v.id for v in s.inputs) for s in stages),
-        tensors=tuple((*s.params, *s.buffers) for s in stages),
-        loss_stage=loss_stage,
+        tensors=tuple(tuple(s.held) for s in stages),
         peers={m.name: _peer(m, owner, options, owner) for m in nodes},
     )
     return PlannedJob(planned, assignments)

@@ -95,14 +95,10 @@ def _batch_norm(
     return F.batch_norm(input, mean, var, weight, bias, training, momentum, eps), None, None, mean, var
 
 
-def _floordiv(a: int, b: int) -> int:
-    return a // b
-
-
 _SYM: dict[str, Callable[..., Any]] = {
     "size": lambda x, dim: x.shape[dim], "neg": operator.neg, "float": float, "int": int, "not": operator.not_,
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _floordiv, "truediv": operator.truediv,
-    "mod": operator.mod, "eq": operator.eq, "ne": operator.ne, "ge": operator.ge, "le": operator.le,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
+    "truediv": operator.truediv, "mod": operator.mod, "eq": operator.eq, "ne": operator.ne, "ge": operator.ge, "le": operator.le,
     "gt": operator.gt, "lt": operator.lt, "max": max, "min": min, "and": lambda a, b: a and b,
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from fusionllm.compute.interpreter import Program
 from fusionllm.compute.ops_torch import Context
 from fusionllm.compute.optim import OptimConfig, Optimizer, learning_rate
 from fusionllm.errors import GraphError
-from fusionllm.ir.graph import Buffer, OpGraph, Param
+from fusionllm.ir.graph import OpGraph
 
 
 class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +85,7 @@ class TorchStage:
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Take a parameter or buffer. Raises GraphError when it is not of this stage or does not fit."""
-        entry = self.graph.params.get(name) or self.graph.buffers.get(name)
+        entry = self.graph.held.get(name)
         if entry is None:
             raise GraphError(f"this stage has no tensor {name!r}")
         got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -102,8 +102,7 @@ class TorchStage:
 
     def missing(self) -> list[str]:
         """Names of tensors not loaded yet."""
-        held: dict[str, Param | Buffer] = {**self.graph.params, **self.graph.buffers}
-        return [name for name, entry in held.items() if entry.id not in self._tensors]
+        return [name for name, entry in self.graph.held.items() if entry.id not in self._tensors]
 
     @property
     def optimizer(self) -> Optimizer:
@@ -276,8 +275,7 @@ class TorchStage:
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(parameters and buffers by name, optimizer tensors by ``KIND/PARAMETER``)."""
-        held: dict[str, Param | Buffer] = {**self.graph.params, **self.graph.buffers}
-        return {n: self._tensors[e.id].detach() for n, e in held.items()}, self.optimizer.state()
+        return {n: self._tensors[e.id].detach() for n, e in self.graph.held.items()}, self.optimizer.state()
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take optimizer tensors as `state` gave them; those of other stages' parameters are left out."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from fusionllm.errors import GraphError
-from fusionllm.ir.tensor import TensorSpec, dim_symbols
+from fusionllm.ir.tensor import TensorSpec
 
 FORMAT_VERSION = 1
 MAX_GRAPH_BYTES = 256 << 20
@@ -127,8 +127,10 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                     raise GraphError(f"value {value.id} has shape {list(shape)}, the graph expects {spec}")
         return symbols
 
-    def used_symbols(self) -> set[str]:
-        return {name for spec in self.specs().values() for dim in spec.shape for name in dim_symbols(dim)}
+    @property
+    def held(self) -> dict[str, Param | Buffer]:
+        """The tensors that whoever runs this graph holds: parameters and buffers by name."""
+        return {**self.params, **self.buffers}
 
     @property
     def num_params(self) -> int:

@@ -91,6 +91,28 @@ def eval_dim(dim: Dim, symbols: Mapping[str, int]) -> int:
     return dim if isinstance(dim, int) else _walk(_parse(dim), dim, symbols, set())
 
 
+def bind_batch(dims: tuple[Dim, ...], shape: tuple[int, ...], symbols: Mapping[str, int]) -> dict[str, int]:
+    """Values of the symbolic sizes that make ``dims`` equal ``shape``, where a dimension is a symbol by itself.
+
+    A symbol that never stands alone (``B*64``) is solved for by dividing by the dimension's value at 1; the caller
+    evaluates the dimensions with the result and compares. Raises GraphError when a symbol stays unknown.
+    """
+    found: dict[str, int] = {}
+    for dim, size in zip(dims, shape):
+        if isinstance(dim, str) and dim in symbols:
+            found[dim] = size
+    for dim, size in zip(dims, shape):
+        missing = dim_symbols(dim) - found.keys()
+        if len(missing) == 1 and 0 < size <= 1 << 40:
+            name = next(iter(missing))
+            unit = eval_dim(dim, {**found, name: 1})
+            if unit > 0:
+                found[name] = size // unit
+    if any(dim_symbols(dim) - found.keys() for dim in dims):
+        raise GraphError(f"shape {list(shape)} does not fit {list(dims)}")
+    return found
+
+
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Dtype and shape of one value. Written as ``["float32", ["B", 64, 384]]``.
 

@@ -19,8 +19,9 @@ import msgspec
 
 from fusionllm.compute import BACKENDS, ComputeOptions, OptimConfig, tensor_from_buffer, tensor_to_bytes
 from fusionllm.errors import FusionError, GraphError, RemoteProtocolError
-from fusionllm.ir.graph import Buffer, OpGraph, Param, decode_graph
+from fusionllm.ir.graph import OpGraph, decode_graph
 from fusionllm.ir.program import StageProgram
+from fusionllm.ir.tensor import TensorSpec, bind_batch
 from fusionllm.protocol import messages as m
 from fusionllm.protocol import stage as s
 from fusionllm.schedule.pipeline import PIPELINES, forward_only
@@ -69,7 +70,7 @@ class StageWorker(threading.Thread):
         self.assign, self._endpoint, self._loop, self._tell = assign, endpoint, loop, tell
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.graph: OpGraph = decode_graph(assign.graph)
-        self._specs = self.graph.specs()
+        self._specs, self._held = self.graph.specs(), self.graph.held
         self._float = frozenset(v for v in (*assign.producers, *assign.consumers) if self._specs[v].is_float)
         self._tensors: dict[s.Slot, Any] = {}
         self._outs: dict[tuple[int, int], dict[str, Any]] = {}
@@ -89,7 +90,7 @@ class StageWorker(threading.Thread):
             return
         spec = self._spec_of(header)
         try:
-            symbols = m.bind_batch(spec.shape, header.shape, self.graph.symbols)
+            symbols = bind_batch(spec.shape, header.shape, self.graph.symbols)
             fits = spec.dtype == header.dtype and spec.concrete(symbols) == header.shape
         except GraphError:
             fits = False
@@ -102,12 +103,11 @@ class StageWorker(threading.Thread):
         if header.codec != "identity" or num_bytes != spec.num_bytes(symbols):
             raise RemoteProtocolError(f"{header.kind} {header.key!r}: {num_bytes} bytes, codec {header.codec!r}")
 
-    def _spec_of(self, header: m.TensorHeader) -> Any:
-        held: dict[str, Param | Buffer] = {**self.graph.params, **self.graph.buffers}
+    def _spec_of(self, header: m.TensorHeader) -> TensorSpec:
         if header.kind in ("input", "activation", "gradient") and header.key in self._specs:
             return self._specs[header.key]
-        if header.kind == "weight" and header.key in held:
-            return held[header.key].spec
+        if header.kind == "weight" and header.key in self._held:
+            return self._held[header.key].spec
         if header.kind == "optimizer" and (name := header.key.partition("/")[2]) in self.graph.params:
             spec = self.graph.params[name].spec
             return msgspec.structs.replace(spec, shape=()) if header.key.startswith("step/") else spec

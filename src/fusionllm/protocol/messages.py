@@ -8,15 +8,13 @@ checked here once, at the door; an unknown field, an unknown message or an over-
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Literal, TypeVar
 
 import msgspec
 
-from fusionllm.errors import GraphError, RemoteProtocolError, UserError
+from fusionllm.errors import RemoteProtocolError, UserError
 from fusionllm.ir.plan import Plan
-from fusionllm.ir.tensor import Dim, dim_symbols, eval_dim
 
 #: Version of the control plane. A node of another version is refused at join with both numbers.
 CONTROL_VERSION = 1
@@ -175,7 +173,6 @@ class Planned(_Message, frozen=True, kw_only=True):
     plan: Plan
     inputs: tuple[tuple[str, ...], ...]
     tensors: tuple[tuple[str, ...], ...]
-    loss_stage: int
     peers: dict[str, Peer]
 
 
@@ -291,28 +288,6 @@ def parse_ticket(text: str) -> Ticket:
             f"ticket of version {match[1]} and port {match[3]}; this program reads version 1, ports 1-65535"
         )
     return Ticket(match[2].strip("[]"), int(match[3]), match[4], match[5])
-
-
-def bind_batch(dims: tuple[Dim, ...], shape: tuple[int, ...], symbols: Mapping[str, int]) -> dict[str, int]:
-    """Values of the symbolic sizes that make ``dims`` equal ``shape``, where a dimension is a symbol by itself.
-
-    A symbol that never stands alone (``B*64``) is solved for by dividing by the dimension's value at 1; the caller
-    evaluates the dimensions with the result and compares. Raises GraphError when a symbol stays unknown.
-    """
-    found: dict[str, int] = {}
-    for dim, size in zip(dims, shape):
-        if isinstance(dim, str) and dim in symbols:
-            found[dim] = size
-    for dim, size in zip(dims, shape):
-        missing = dim_symbols(dim) - found.keys()
-        if len(missing) == 1 and 0 < size <= 1 << 40:
-            name = next(iter(missing))
-            unit = eval_dim(dim, {**found, name: 1})
-            if unit > 0:
-                found[name] = size // unit
-    if any(dim_symbols(dim) - found.keys() for dim in dims):
-        raise GraphError(f"shape {list(shape)} does not fit {list(dims)}")
-    return found
 
 
 class _AnyJoin(msgspec.Struct, tag="Join"):

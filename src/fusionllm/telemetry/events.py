@@ -88,9 +88,10 @@ _FLOATS = ("loss", "lr", "grad_norm", "seconds", "elapsed_s", "tokens_per_s")
 
 
 def encode_event(event: Event) -> bytes:
-    """One line of JSON, without the line end. A loss that is not finite is written as ``"nan"``, ``"inf"``,
-    ``"-inf"``,
-    since JSON has no such numbers."""
+    """One line of JSON, without the line end.
+
+    A loss that is not finite is written as ``"nan"``, ``"inf"`` or ``"-inf"``, since JSON has no such numbers.
+    """
     raw: dict[str, Any] = msgspec.to_builtins(event)
     for name in _FLOATS:
         if isinstance(raw.get(name), float) and not math.isfinite(raw[name]):

@@ -1,8 +1,6 @@
-"""Who is who: keys, short-lived certificates of one authority, and TLS 1.3 contexts that trust that
-authority alone.
+"""Who is who: keys, short-lived certificates of one authority, and TLS 1.3 contexts that trust that authority alone.
 
-The broker is the authority: it signs a node's public key under the node's name after admission. A
-    certificate's one
+The broker is the authority: it signs a node's public key under the node's name after admission. A certificate's one
 DNS entry *is* the node's name. Knows nothing of sockets or sessions; ``tls_wire`` and the broker use it.
 """
 
