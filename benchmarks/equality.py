@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.plain import plain_steps
 
 GPT2 = {"n_layer": 4, "n_head": 2, "n_embd": 48, "n_positions": 32}
 LLAMA = {
@@ -111,49 +112,10 @@ def _compare(case: tuple[Any, ...], steps: int) -> dict[str, Any]:
             }
         )  # fmt: skip
         losses = fusionllm.train(config=config).losses
-        expected = plain_losses(config, Path(root))
+        expected = [loss for loss, _ in plain_steps(config, Path(root))]
     differences = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     return {
         "model": model, "stages": stages, "pipeline": pipeline, "clip_norm": clip, "tied": tied,
         "optimizer": optimizer, "recompute": recompute, "abs": max(differences),
         "rel": max(d / abs(b) for d, b in zip(differences, expected)), "first": losses[0], "last": losses[-1],
     }  # fmt: skip
-
-
-def plain_losses(config: Any, base_dir: Path) -> list[float]:
-    """The same run as a plain PyTorch loop over the eager model."""
-    from fusionllm.capture.sources import resolve_model
-    from fusionllm.compute import learning_rate
-    from fusionllm.compute.reference import CounterDropout
-    from fusionllm.store.dataset import open_dataset
-
-    data = open_dataset(config.data, seed=config.run.seed, base_dir=base_dir)
-    model = resolve_model(config.model, base_dir=base_dir, seed=config.run.seed).module
-    o = config.optimizer
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
-        if o.name == "adamw"
-        else torch.optim.SGD(model.parameters(), lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
-    )
-    losses = []
-    for step in range(config.train.steps):
-        batches = data.microbatches(
-            step, global_batch=config.train.global_batch, microbatch_size=config.train.microbatch_size
-        )
-        rows = sum(len(b["labels"]) for b in batches)
-        total = 0.0
-        for index, batch in enumerate(batches):
-            weight = len(batch["labels"]) / rows
-            inputs = {name: torch.from_numpy(array) for name, array in batch.items()}
-            with CounterDropout(config.run.seed, step, index) if "pdrop" in str(config.model.config) else nullcontext():
-                loss = model(**inputs).loss
-            (loss * weight).backward()
-            total += loss.item() * weight
-        if o.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(o, step, config.train.steps)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses

@@ -55,7 +55,8 @@ def table(result: dict[str, Any]) -> str:
 def _measure(name: str, rounds: int, vocab: int) -> list[dict[str, float]]:
     from fusionllm.capture.export import capture_module
     from fusionllm.capture.sources import ModelConfig, resolve_model
-    from fusionllm.compute import ComputeOptions, OptimConfig, TorchStage
+    from fusionllm.compute import ComputeOptions, OptimConfig
+    from fusionllm.compute.stage import TorchStage
 
     model = resolve_model(
         ModelConfig(source=name, config={**MODELS[name], "vocab_size": vocab}), base_dir=Path.cwd(), seed=0

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -88,35 +87,19 @@ def _in_process(what: str, options: dict[str, Any]) -> float:
 
 def _ours(options: dict[str, Any]) -> None:
     import fusionllm
+    from fusionllm.telemetry.events import StepMetrics
 
     result = fusionllm.train(**options)
-    steps = [e for e in result.history if hasattr(e, "lr")][WARM_STEPS:]
+    steps = [e for e in result.history if isinstance(e, StepMetrics)][WARM_STEPS:]
     print(median(e.tokens_per_s for e in steps))
 
 
 def _plain(options: dict[str, Any]) -> None:
     import torch
 
+    from benchmarks.plain import plain_steps
     from fusionllm.api.config import build_config
-    from fusionllm.capture.sources import resolve_model
-    from fusionllm.store.dataset import open_dataset
 
-    config = build_config(options)
     torch.set_num_threads(os.cpu_count() or 1)
-    data = open_dataset(config.data, seed=0, base_dir=Path.cwd())
-    shape = {**config.model.config, "vocab_size": data.vocab_size}
-    model = resolve_model(type(config.model)(source="gpt2", config=shape), base_dir=Path.cwd(), seed=0).module
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=config.optimizer.betas)
-    speeds = []
-    for step in range(config.train.steps):
-        started = time.perf_counter()
-        batches = data.microbatches(step, global_batch=config.train.global_batch, microbatch_size=4)
-        rows = sum(len(b["labels"]) for b in batches)
-        for batch in batches:
-            inputs = {name: torch.from_numpy(array) for name, array in batch.items()}
-            loss = model(**inputs).loss * (len(batch["labels"]) / rows)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        speeds.append(rows * config.data.seq_len / (time.perf_counter() - started))
+    speeds = [tokens_per_s for _, tokens_per_s in plain_steps(build_config(options), Path.cwd())]
     print(median(speeds[WARM_STEPS:]))

@@ -14,7 +14,8 @@ from fusionllm.broker import Broker, server
 from fusionllm.capture.export import capture_module
 from fusionllm.errors import LinkError
 from fusionllm.ir.graph import encode_graph
-from fusionllm.node.agent import NodeAgent, NodeConfig, join
+from fusionllm.node.agent import NodeAgent, NodeConfig
+from fusionllm.node.join import join_broker
 from fusionllm.protocol import messages as m
 from fusionllm.transport.control import ControlChannel, connect_control
 
@@ -44,7 +45,7 @@ def submission(graph: bytes, **changes) -> m.Submit:
 @contextlib.asynccontextmanager
 async def machine(ticket: m.Ticket, role: m.Role, name: str):
     async with connect_control(ticket) as channel:
-        await join(channel, role=role, name=name, token=ticket.token, fence="", versions={})
+        await join_broker(channel, role=role, name=name, token=ticket.token, fence="")
         await channel.send(m.Listening(host="", port=1))
         yield channel
 
@@ -66,6 +67,21 @@ def with_broker(scenario) -> None:
             await broker.close()
 
     asyncio.run(run())
+
+
+def test_only_a_member_may_send_large_messages():
+    async def scenario(ticket: m.Ticket) -> None:
+        async with connect_control(ticket) as channel:
+            await channel._socket.send(bytes(m.MAX_JOIN_BYTES + 1))
+            with pytest.raises(LinkError, match="ended"):
+                await channel.receive(20)
+        async with machine(ticket, "node", "n") as channel:
+            await channel.send(m.StageFailed(job="none", stage_index=0, message="x" * 4 * m.MAX_JOIN_BYTES))
+            async with machine(ticket, "node", "other"):
+                pass  # the broker still admits, and the large message did not end the first one's connection
+            await channel.send(m.Leave(reason="done"))
+
+    with_broker(scenario)
 
 
 def test_a_newer_node_with_fields_we_do_not_know_is_told_both_versions():

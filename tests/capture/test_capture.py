@@ -11,7 +11,8 @@ from torch import nn
 from fusionllm.capture.export import capture_module
 from fusionllm.capture.sources import ModelConfig, resolve_model
 from fusionllm.capture.weights import write_back
-from fusionllm.compute import ComputeOptions, OptimConfig, TorchStage
+from fusionllm.compute import ComputeOptions, OptimConfig
+from fusionllm.compute.stage import TorchStage
 from fusionllm.errors import CaptureError, CheckpointError, UserError
 from fusionllm.ir.cuts import list_cuts
 from fusionllm.ir.graph import decode_graph, encode_graph

@@ -10,7 +10,8 @@ from torch import nn
 
 from fusionllm.capture.export import capture_module
 from fusionllm.capture.normalise import user_line
-from fusionllm.compute import ComputeOptions, OptimConfig, TorchStage
+from fusionllm.compute import ComputeOptions, OptimConfig
+from fusionllm.compute.stage import TorchStage
 from fusionllm.errors import CaptureError
 from fusionllm.ir.graph import decode_graph, encode_graph
 from fusionllm.ir.text import graph_to_text, parse_graph

@@ -134,14 +134,14 @@ def test_joining_with_a_bad_ticket():
 def test_a_broker_refuses_with_its_reason():
     from fusionllm.broker import Broker
     from fusionllm.errors import AdmissionError
-    from fusionllm.node.agent import join
+    from fusionllm.node.join import join_broker
     from fusionllm.protocol.messages import CONTROL_VERSION, Join, Refused, Ticket
     from fusionllm.transport.control import connect_control
 
     async def attempt(ticket: Ticket, **changes):
         async with connect_control(ticket) as channel:
-            fields = {"role": "node", "name": "n", "token": ticket.token, "fence": "", "versions": {}, **changes}
-            await join(channel, **fields)
+            fields = {"role": "node", "name": "n", "token": ticket.token, "fence": "", **changes}
+            await join_broker(channel, **fields)
 
     async def scenario() -> None:
         broker = Broker(token_hours=1)

@@ -9,15 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from fusionllm.capture.export import Captured, capture_module
-from fusionllm.compute import (
-    ComputeOptions,
-    OptimConfig,
-    TorchStage,
-    learning_rate,
-    tensor_from_buffer,
-    tensor_to_bytes,
-)
+from fusionllm.compute import ComputeOptions, OptimConfig, learning_rate
 from fusionllm.compute.reference import CounterDropout
+from fusionllm.compute.stage import TorchStage
+from fusionllm.compute.wire import tensor_from_buffer, tensor_to_bytes
 from fusionllm.errors import GraphError, RemoteProtocolError
 from fusionllm.ir.cuts import anchored_ops, list_cuts, split_graph
 

@@ -17,10 +17,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 import tomli_w
 
-from fusionllm.capture.sources import ModelConfig
+from fusionllm.capture.options import ModelConfig
 from fusionllm.compute import OptimConfig
 from fusionllm.errors import UserError
-from fusionllm.protocol.messages import NAME, FenceLink, Shape, parse_ticket
+from fusionllm.protocol.messages import NAME, FenceLink, LinkShape, parse_ticket
 from fusionllm.schedule.partition import PARTITIONERS
 from fusionllm.schedule.pipeline import PIPELINES, check_microbatches
 from fusionllm.store.dataset import DataConfig
@@ -144,7 +144,7 @@ class RunConfig(_Table, frozen=True, kw_only=True):
         slow = self.cluster.slow_link
         if not slow.bandwidth:
             return ()
-        shape = Shape(parse_bandwidth_bytes_per_s(slow.bandwidth), parse_duration_s(slow.latency))
+        shape = LinkShape(parse_bandwidth_bytes_per_s(slow.bandwidth), parse_duration_s(slow.latency))
         names = sorted(set(self.fence_names()))
         return tuple(FenceLink(a, b, shape) for i, a in enumerate(names) for b in names[i + 1 :])
 

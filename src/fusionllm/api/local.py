@@ -6,16 +6,15 @@ that pipe does, which the kernel sees to, after kill -9 too.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusionllm.api.loop import LoopThread
 from fusionllm.broker import Broker
 from fusionllm.errors import FusionError
 from fusionllm.protocol.messages import Ticket
@@ -35,15 +34,13 @@ class LocalCluster:
     def __init__(self, fences: Sequence[str], log_folder: Path, threads: int) -> None:
         self._fences, self._log_folder, self._threads = fences, log_folder, threads
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="broker", daemon=True)
-        self._broker: Broker | None = None
+        self._loop = LoopThread("broker")
+        self._broker = Broker()
 
     def start(self) -> Ticket:
         """Start everything; returns at once with the ticket, nodes join as they come up."""
-        self._thread.start()
-        self._broker = Broker()
-        ticket = asyncio.run_coroutine_threadsafe(self._broker.start(), self._loop).result(30)
+        self._loop.start()
+        ticket = self._loop.submit(self._broker.start()).result(30)
         self._log_folder.mkdir(parents=True, exist_ok=True)
         threads = str(self._threads)
         environment = {
@@ -75,10 +72,6 @@ class LocalCluster:
                 last = lines[-1] if lines else "nothing at all"
                 raise FusionError(f"node{index} {_end_of(code)}; its log ends with: {last[:400]}")
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
     def close(self) -> None:
         """Stop all of it, the hard way after five seconds."""
         for process in self._processes:
@@ -90,15 +83,11 @@ class LocalCluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._broker is not None:
-            try:
-                asyncio.run_coroutine_threadsafe(self._broker.close(), self._loop).result(5)
-            except Exception as error:
-                log.debug("closing the broker: %s", error)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
-        if not self._thread.is_alive():
-            self._loop.close()
+        try:
+            self._loop.submit(self._broker.close()).result(5)
+        except Exception as error:
+            log.debug("closing the broker: %s", error)
+        self._loop.close()
 
 
 def _end_of(code: int) -> str:

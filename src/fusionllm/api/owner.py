@@ -9,15 +9,16 @@ import asyncio
 import concurrent.futures
 import logging
 import queue
-import threading
+import secrets
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 
+from fusionllm.api.loop import LoopThread
 from fusionllm.errors import FusionError, LinkError, NodeLost, RemoteProtocolError, StallError
-from fusionllm.node.agent import default_name, endpoint_peers, join, shape_links
+from fusionllm.node.join import PEER_TIMEOUT_S, default_name, expect_peers, join_broker, reach_peers
 from fusionllm.protocol import messages as m
 from fusionllm.transport import Endpoint
 from fusionllm.transport.control import connect_control
@@ -47,12 +48,11 @@ class OwnerLink:
         self, ticket: m.Ticket, fence: str = "", host: str = "0.0.0.0", check: Callable[[], None] = lambda: None
     ) -> None:
         self._ticket, self._fence, self._host, self._check = ticket, fence, host, check
-        self.name = default_name() if not fence else f"owner-{default_name()[-6:]}"
-        self.events: queue.SimpleQueue[Received | m.Commit] = queue.SimpleQueue()
+        self.name = f"owner-{secrets.token_hex(3)}" if fence else default_name()
+        self._events: queue.SimpleQueue[Received | m.Commit] = queue.SimpleQueue()
+        self._control: queue.SimpleQueue[m.Control] = queue.SimpleQueue()
         self._failure: FusionError | None = None
-        self._control: queue.SimpleQueue[m.Control | FusionError] = queue.SimpleQueue()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="owner-link", daemon=True)
+        self._loop = LoopThread("owner-link")
         self._planned: m.Planned | None = None
         self._stage_of: dict[str, int] = {}
         self._stop: asyncio.Event | None = None
@@ -61,14 +61,14 @@ class OwnerLink:
 
     def open(self) -> None:
         """Join the broker. Raises UserError, AdmissionError."""
-        self._thread.start()
+        self._loop.start()
         joined: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._running = asyncio.run_coroutine_threadsafe(self._run(joined), self._loop)
+        self._running = self._loop.submit(self._run(joined))
         joined.result(CONNECT_TIMEOUT_S)
 
     def close(self, reason: str = "") -> None:
         """End the job and leave."""
-        if not self._thread.is_alive():
+        if not self._loop.running:
             return
         try:
             if self._stop is not None and not self._running.done():
@@ -76,10 +76,7 @@ class OwnerLink:
                 self._running.result(10.0)
         except (FusionError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
             log.debug("leaving: %s", error)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._loop.close()
 
     async def _farewell(self, reason: str) -> None:
         if self._planned is not None:
@@ -93,8 +90,8 @@ class OwnerLink:
             async with connect_control(self._ticket) as channel:
                 self._channel = channel
                 self._stop = asyncio.Event()
-                identity = await join(
-                    channel, role="owner", name=self.name, token=self._ticket.token, fence=self._fence, versions={}
+                identity = await join_broker(
+                    channel, role="owner", name=self.name, token=self._ticket.token, fence=self._fence
                 )
                 self._endpoint = Endpoint(
                     self.name, identity, on_message=self._on_message, on_peer_lost=self._on_peer_lost, admit=self._admit
@@ -122,7 +119,7 @@ class OwnerLink:
                 self._fail(error)
                 return
             if isinstance(message, m.Commit):
-                self.events.put(message)
+                self._events.put(message)
             elif isinstance(message, (m.JobFailed, m.Refused)):
                 self._fail(FusionError(message.reason))
             else:
@@ -131,7 +128,6 @@ class OwnerLink:
     def _fail(self, error: FusionError) -> None:
         if self._failure is None:
             self._failure = error
-        self._control.put(error)
 
     # a job
 
@@ -143,27 +139,26 @@ class OwnerLink:
         deadline = time.monotonic() + timeout_s
         idle = 0
         while True:
-            message = self._next_control(deadline, f"{options.num_stages} nodes, {idle} are idle")
-            if isinstance(message, m.Waiting):
-                idle = message.idle
-                on_waiting(message)
-            elif isinstance(message, m.Planned):
+            what = f"{options.num_stages} nodes, {idle} are idle; start more or raise cluster.join_timeout_s"
+            message = self._next(self._control, deadline - time.monotonic(), what)
+            if isinstance(message, m.Planned):
                 break
-            else:
+            if not isinstance(message, m.Waiting):
                 raise RemoteProtocolError(f"the broker sent {type(message).__name__} instead of a plan")
+            idle = message.idle
+            on_waiting(message)
         self._planned = message
         self._stage_of = {stage.node: stage.stage_index for stage in message.plan.stages}
-        self._call(self._connect(message), CONNECT_TIMEOUT_S + 5)
+        self._call(self._connect(message), PEER_TIMEOUT_S + 5)
         return message
 
     async def _connect(self, planned: m.Planned) -> None:
-        self._endpoint.expect(endpoint_peers(planned.peers))
-        shape_links(self._endpoint, planned.peers)
-        await asyncio.gather(*(self._endpoint.connect(peer, CONNECT_TIMEOUT_S) for peer in planned.peers))
+        expect_peers(self._endpoint, planned.peers)
+        await reach_peers(self._endpoint, planned.peers)
 
     def wait_start(self, timeout_s: float) -> None:
         """Wait until every stage holds its weights. Raises StallError, FusionError."""
-        message = self._next_control(time.monotonic() + timeout_s, "all stages to hold their weights")
+        message = self._next(self._control, timeout_s, "all stages to hold their weights")
         if not isinstance(message, m.Start):
             raise RemoteProtocolError(f"the broker sent {type(message).__name__} instead of Start")
 
@@ -175,19 +170,11 @@ class OwnerLink:
 
     def next_event(self, timeout_s: float, what: str) -> Received | m.Commit:
         """The next thing that came back. Raises StallError after ``timeout_s``, FusionError when the job failed."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                event = self.events.get(timeout=0.2)
-            except queue.Empty:
-                self._raise_failure()
-                if time.monotonic() > deadline:
-                    raise StallError(f"the owner has waited {timeout_s:.0f} s for {what}") from None
-                continue
-            if isinstance(event, Received):
-                name = self._planned.plan.stages[event.stage_index].node if self._planned else ""
-                self._endpoint.consumed_threadsafe(name, len(event.payload))
-            return event
+        event = self._next(self._events, timeout_s, what)
+        if isinstance(event, Received):
+            name = self._planned.plan.stages[event.stage_index].node if self._planned else ""
+            self._endpoint.consumed_threadsafe(name, len(event.payload))
+        return event
 
     def sent_bytes(self) -> dict[str, int]:
         """Bytes sent to each node since the start."""
@@ -197,21 +184,15 @@ class OwnerLink:
 
         return self._call(read())
 
-    def _next_control(self, deadline: float, what: str) -> m.Control:
+    def _next(self, source: queue.SimpleQueue[T], timeout_s: float, what: str) -> T:
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
-                message = self._control.get(timeout=0.2)
+                return source.get(timeout=0.2)
             except queue.Empty:
-                self._check()
-                if time.monotonic() > deadline:
-                    raise StallError(
-                        f"the owner gave up waiting for {what}; start more nodes or raise cluster.join_timeout_s"
-                    ) from None
-                continue
-            if isinstance(message, FusionError):
                 self._raise_failure()
-                raise message
-            return message
+                if time.monotonic() > deadline:
+                    raise StallError(f"the owner has waited {timeout_s:.0f} s for {what}") from None
 
     def _raise_failure(self) -> None:
         """Raise what went wrong, if anything did. A dead node process explains more than the links it left behind."""
@@ -222,7 +203,7 @@ class OwnerLink:
             raise self._failure from None
 
     def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0, what: str = "the network") -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self._loop.submit(coroutine)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -248,7 +229,7 @@ class OwnerLink:
             raise RemoteProtocolError(f"{peer} sent {num_bytes} bytes of {header.kind}")
 
     def _on_message(self, peer: str, meta: bytes, payload: bytearray) -> None:
-        self.events.put(Received(self._stage_of[peer], m.decode_header(bytes(meta)), payload))
+        self._events.put(Received(self._stage_of[peer], m.decode_header(bytes(meta)), payload))
 
     def _on_peer_lost(self, peer: str, error: LinkError) -> None:
         self._fail(NodeLost(peer, str(error)))

@@ -1,208 +1,274 @@
-"""The training loop as the owner sees it: order steps, feed them ahead, gather losses, evaluate, fetch the state.
+"""One run from a checked configuration to the results in ``runs/NAME``: cluster, job, training, checkpoint, summary.
 
-Everything here is about one job that is already planned; `train` prepares it and writes its results.
+Starts the node processes before it imports torch itself, so that both load at once.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from fusionllm.api.config import RunConfig
-from fusionllm.api.owner import OwnerLink, Received
-from fusionllm.compute import learning_rate
-from fusionllm.errors import FusionError, RemoteProtocolError, UserError
+from fusionllm.api.config import RunConfig, dump_config
+from fusionllm.api.interrupt import Interrupt
+from fusionllm.api.local import LocalCluster
+from fusionllm.api.owner import OwnerLink
+from fusionllm.api.trainer import State, Trainer
+from fusionllm.compute import ComputeOptions
+from fusionllm.ir.graph import encode_graph
+from fusionllm.ir.plan import Plan
 from fusionllm.protocol import messages as m
-from fusionllm.store.dataset import Dataset
-from fusionllm.store.tensorfile import Blob
-from fusionllm.telemetry.events import StepMetrics, ValMetrics
+from fusionllm.store.checkpoint import load_checkpoint, save_checkpoint
+from fusionllm.store.manifest import CheckpointMeta
+from fusionllm.store.run_dir import RunDir
+from fusionllm.store.sources import open_source
+from fusionllm.store.tokens import open_tokenizer
+from fusionllm.telemetry.events import Event, Note, StepMetrics
+from fusionllm.telemetry.plot import plot_loss
+from fusionllm.telemetry.sinks import Fanout, open_sinks, read_events
+from fusionllm.telemetry.summary import Summary, build_summary, encode_summary
 
-ORDER, FEED, BULK = 2, 3, 8
-NO_NEWS_S = 600.0
+if TYPE_CHECKING:
+    import torch
+
+    from fusionllm.api.prepare import Job
+
+Progress = Callable[[Any], None]
 
 
-class State(msgspec.Struct):
-    """What a run is: weights and optimizer tensors by name."""
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run gave.
 
-    weights: dict[str, Blob]
-    optimizer: dict[str, Blob]
+    Attributes:
+        run_dir: the folder with everything.
+        history: all events in order: StepMetrics, ValMetrics, Note.
+        summary: the run in numbers.
+        model: the trained module, in eval mode.
+        plan: who ran what.
+        stopped_early: ended by Ctrl-C before the last step, with a checkpoint.
+    """
 
-
-class _Step(msgspec.Struct):
-    order: m.StepOrder
-    batches: list[dict[str, np.ndarray]]
-    losses: dict[int, float] = msgspec.field(default_factory=dict)
-    commit: m.Commit | None = None
+    run_dir: Path
+    history: list[Event]
+    summary: Summary
+    model: torch.nn.Module
+    plan: Plan
+    stopped_early: bool = False
 
     @property
-    def complete(self) -> bool:
-        return len(self.losses) == len(self.order.rows) and (self.commit is not None or not self.order.train)
-
-    @property
-    def loss(self) -> float:
-        """Mean over the rows; the products and the order of the sum are those of a plain loop."""
-        rows = self.order.rows
-        return float(sum(self.losses[i] * (rows[i] / sum(rows)) for i in range(len(rows))))
-
-    @property
-    def num_tokens(self) -> int:
-        first = [next(iter(batch.values())) for batch in self.batches]
-        return int(sum(a.size if np.issubdtype(a.dtype, np.integer) else a.shape[0] for a in first))
+    def losses(self) -> list[float]:
+        """Training loss of every step."""
+        return [event.loss for event in self.history if isinstance(event, StepMetrics)]
 
 
-class Trainer:
-    """Drives one job. ``stop_wanted`` is asked before every order: True lets the steps under way be the last."""
+def check_files(config: RunConfig, base_dir: Path) -> None:
+    """Refuse a data file or tokenizer that is not there, before any process is started. Raises UserError."""
+    data = config.data
+    is_path = not data.source.startswith(("hf:", "python:"))
+    if is_path and not (data.source and (base_dir / Path(data.source).expanduser()).exists()):
+        open_source(data.source, text_column=data.text_column, split=data.split, base_dir=base_dir)
+    if data.tokenizer.endswith(".json") and not (base_dir / data.tokenizer).exists():
+        open_tokenizer(data.tokenizer, base_dir)
+
+
+class Run:
+    """One call of `train`."""
 
     def __init__(
-        self, config: RunConfig, dataset: Dataset, link: OwnerLink, planned: m.Planned, stop_wanted: Callable[[], bool]
+        self, config: RunConfig, base_dir: Path, module: torch.nn.Module | None, obj: Any, progress: Progress
     ) -> None:
-        self._config, self._dataset, self._link, self._planned = config, dataset, link, planned
-        self._stop_wanted = stop_wanted
-        self._seq = 0
+        self._config, self._base_dir, self._module, self._obj, self._progress = config, base_dir, module, obj, progress
+        self._started = time.perf_counter()
+        self._history: list[Event] = []
+        self._interrupt, self._told_stopping = Interrupt(), False
 
-    # weights
+    def run(self) -> TrainResult:
+        config = self._config
+        if self._obj is None:
+            check_files(config, self._base_dir)
+        root = Path(config.run.root)
+        root_is_new = not root.exists()
+        run_dir = RunDir.create(root, config.run.name or None, config.run.resume)
+        training = False
+        try:
+            with self._interrupt.listening(), ExitStack() as stack:
+                cluster, ticket = self._start_cluster(run_dir, stack)
+                from fusionllm.api.prepare import prepare
 
-    def send_state(self, state: State) -> None:
-        """Give every stage its tensors, the optimizer's first; then wait until all hold theirs."""
-        for stage_index, names in enumerate(self._planned.tensors):
-            wanted = set(names)
-            for key, blob in state.optimizer.items():
-                if key.partition("/")[2] in wanted:
-                    self._send_blob(stage_index, "optimizer", key, blob)
-            for name in names:
-                self._send_blob(stage_index, "weight", name, state.weights[name])
-        self._link.wait_start(NO_NEWS_S)
+                job = prepare(config, self._base_dir, self._module, self._obj, self._threads())
+                state, first_step = self._initial_state(job, run_dir)
+                link = self._open_link(ticket, cluster)
+                stack.callback(link.close)
+                link.open()
+                trainer, plan = self._submit(job, link)
+                trainer.send_state(state)
+                training = True
+                run_dir.write_config(dump_config(job.config))
+                final, stopped = self._train(job, trainer, run_dir, first_step)
+            return self._finish(job, run_dir, final, plan, stopped)
+        except BaseException:
+            if not training and not config.run.resume:
+                shutil.rmtree(run_dir.path, ignore_errors=True)
+                if root_is_new:
+                    with suppress(OSError):  # another run may have begun there
+                        root.rmdir()
+            raise
 
-    def fetch_state(self) -> State:
-        """Read all tensors back, after the last step ordered. A tied one is read from its first holder."""
-        for stage_index in range(self._planned.plan.num_stages):
-            header = m.TensorHeader("fetch", self._planned.job, self._seq - 1, -1, "", "uint8", (0,))
-            self._link.send(stage_index, header, b"", BULK)
-        state = State({}, {})
-        waiting = set(range(self._planned.plan.num_stages))
-        while waiting:
-            event = self._link.next_event(NO_NEWS_S, f"the weights of stages {sorted(waiting)}")
-            if not isinstance(event, Received) or event.header.kind not in ("weight", "optimizer", "done"):
-                raise RemoteProtocolError(f"unexpected {event!r:.80} while reading the weights")
-            header = event.header
-            if header.kind == "done":
-                waiting.discard(event.stage_index)
-                continue
-            target = state.weights if header.kind == "weight" else state.optimizer
-            target.setdefault(header.key, Blob(header.dtype, header.shape, bytes(event.payload)))
-        return state
+    # before
 
-    def _send_blob(self, stage_index: int, kind: m.TensorKind, key: str, blob: Blob) -> None:
-        header = m.TensorHeader(kind, self._planned.job, 0, -1, key, blob.dtype, tuple(blob.shape))
-        self._link.send(stage_index, header, blob.data, BULK)
+    def _threads(self) -> int:
+        config = self._config
+        if config.cluster.threads:
+            return config.cluster.threads
+        return 0 if config.cluster.broker else max(1, (os.cpu_count() or 1) // config.cluster.nodes)
 
-    # steps
+    def _start_cluster(self, run_dir: RunDir, stack: ExitStack) -> tuple[LocalCluster | None, m.Ticket]:
+        if self._config.cluster.broker:
+            return None, m.parse_ticket(self._config.cluster.broker)
+        cluster = LocalCluster(self._config.fence_names(), run_dir.path / "logs", self._threads())
+        stack.callback(cluster.close)
+        return cluster, cluster.start()
 
-    def train_steps(self, first: int, last: int) -> Iterator[StepMetrics]:
-        """Train steps ``first`` up to ``last``, their data sent ahead; ends early when a stop is wanted."""
-        train = self._config.train
-        running: list[_Step] = []
-        next_step = first
-        started = time.perf_counter()
-        link_before: dict[str, int] = dict(self._link_bytes_before)
-        while True:
-            while next_step < last and len(running) <= train.prefetch and not self._stop_wanted():
-                batches = self._dataset.microbatches(
-                    next_step, global_batch=train.global_batch, microbatch_size=train.microbatch_size
+    def _open_link(self, ticket: m.Ticket, cluster: LocalCluster | None) -> OwnerLink:
+        if cluster is None:
+            return OwnerLink(ticket)
+        return OwnerLink(ticket, self._config.fence_names()[0], "127.0.0.1", cluster.check)
+
+    def _initial_state(self, job: Job, run_dir: RunDir) -> tuple[State, int]:
+        if not job.config.run.resume:
+            return State(job.weights(), {}), 0
+        checkpoint = load_checkpoint(run_dir.checkpoints)
+        checkpoint.require(graph_hash=job.graph_hash, data_fingerprint=job.dataset.fingerprint)
+        manifest = checkpoint.manifest
+        weights = job.weights() | {n: checkpoint.read_weight(n) for n in manifest.weights}
+        self._history = (
+            [e for e in read_events(run_dir.metrics) if e.step <= manifest.step] if run_dir.metrics.exists() else []
+        )
+        return State(weights, {n: checkpoint.read_optimizer(n) for n in manifest.optimizer}), manifest.step
+
+    def _submit(self, job: Job, link: OwnerLink) -> tuple[Trainer, Plan]:
+        config = self._config
+        options = m.JobOptions(
+            num_stages=config.cluster.nodes,
+            partition=config.cluster.partition,
+            pipeline=config.train.pipeline,
+            num_microbatches=config.num_microbatches,
+            microbatch_size=config.train.microbatch_size,
+            num_steps=config.train.steps,
+            optim=msgspec.json.encode(config.optimizer),
+            compute=msgspec.json.encode(
+                ComputeOptions(
+                    precision=config.train.precision,  # type: ignore[arg-type]
+                    recompute=config.train.recompute,
+                    seed=config.run.seed,
+                    num_threads=self._threads(),
+                    tied=config.train.tied,  # type: ignore[arg-type]
                 )
-                running.append(self._order(next_step, batches, train=True))
-                next_step += 1
-            if not running:
-                return
-            step = running.pop(0)
-            self._complete(step, running)
-            assert step.commit is not None
-            now = time.perf_counter()
-            link_bytes = dict(step.commit.link_bytes)
-            link_bytes |= {f"{self._link.name}->{peer}": n for peer, n in self._link.sent_bytes().items()}
-            yield StepMetrics(
-                step=step.order.step + 1,
-                loss=step.loss,
-                lr=learning_rate(self._config.optimizer, step.order.step, train.steps),
-                grad_norm=step.commit.total_norm,
-                tokens=step.num_tokens,
-                seconds=now - started,
-                tokens_per_s=step.num_tokens / max(now - started, 1e-9),
-                link_bytes={k: n - link_before.get(k, 0) for k, n in link_bytes.items()},
-            )
-            started, link_before = now, link_bytes
-            self._link_bytes_before = link_bytes
+            ),
+            fence_links=config.fence_links(),
+            owner_fence=config.fence_names()[0] if not config.cluster.broker else "",
+            stall_s=config.cluster.stall_s,
+        )
 
-    _link_bytes_before: Mapping[str, int] = {}
+        def waiting(message: m.Waiting) -> None:
+            self._progress(Note(step=0, kind="waiting", text=f"{message.idle} of {message.needed} nodes are here"))
 
-    def evaluate(self, step: int) -> ValMetrics | None:
-        """Mean loss over the validation rows, nothing changed; None when there are none."""
+        planned = link.submit(encode_graph(job.captured.graph), options, config.cluster.join_timeout_s, waiting)
+        self._progress(planned.plan)
+        return Trainer(config, job.dataset, link, planned, self._stop_wanted), planned.plan
+
+    def _stop_wanted(self) -> bool:
+        """Whether to order no more steps; says so the first time."""
+        if self._interrupt.wanted and not self._told_stopping:
+            self._told_stopping = True
+            text = "finishing the steps under way, then a checkpoint; again: at once"
+            self._progress(Note(step=0, kind="stopping", text=text))
+        return self._interrupt.wanted
+
+    # during
+
+    def _train(self, job: Job, trainer: Trainer, run_dir: RunDir, first_step: int) -> tuple[State, bool]:
         train = self._config.train
-        started = time.perf_counter()
-        limit = train.eval_batches or None
-        batches = list(self._dataset.val_batches(train.microbatch_size, limit))
-        if not batches:
-            return None
-        loss = rows = tokens = 0.0
-        width = self._config.num_microbatches
-        for start in range(0, len(batches), width):
-            one = self._order(step, batches[start : start + width], train=False)
-            self._complete(one, [])
-            loss += one.loss * sum(one.order.rows)
-            rows += sum(one.order.rows)
-            tokens += one.num_tokens
-        return ValMetrics(step=step, loss=loss / rows, tokens=int(tokens), seconds=time.perf_counter() - started)
+        resume_step = first_step if self._config.run.resume else None
+        elapsed = sum(e.seconds for e in self._history if not isinstance(e, Note))
+        sinks = open_sinks(self._config.output.sinks, run_dir.path, resume_step)
+        saved: tuple[int, State] | None = None
+        with closing(sinks), self._interrupt.graceful():
+            done = first_step
+            while done < train.steps and not self._stop_wanted():
+                last = min(
+                    [train.steps]
+                    + [(done // every + 1) * every for every in (train.eval_every, train.checkpoint_every) if every]
+                )
+                for event in trainer.train_steps(done, last):
+                    elapsed += event.seconds
+                    self._emit(msgspec.structs.replace(event, elapsed_s=elapsed), sinks)
+                    done = event.step
+                if train.eval_every and done % train.eval_every == 0 and done < train.steps and done == last:
+                    self._evaluate(trainer, done, sinks)
+                if train.checkpoint_every and done % train.checkpoint_every == 0 and done == last:
+                    saved = done, self._checkpoint(job, trainer, run_dir, done)
+            stopped = done < train.steps
+            if not stopped:
+                self._evaluate(trainer, done, sinks)
+            if saved is None or saved[0] != done:
+                saved = done, self._checkpoint(job, trainer, run_dir, done)
+        return saved[1], stopped
 
-    def _order(self, step: int, batches: list[dict[str, np.ndarray]], *, train: bool) -> _Step:
-        rows = tuple(len(next(iter(batch.values()))) for batch in batches)
-        order = m.StepOrder(seq=self._seq, step=step, rows=rows, train=train)
-        self._seq += 1
-        payload = m.encode_message(order)
-        for stage_index in range(self._planned.plan.num_stages):
-            header = m.TensorHeader("step", self._planned.job, order.seq, -1, "", "uint8", (len(payload),))
-            self._link.send(stage_index, header, payload, ORDER)
-        for microbatch_index, batch in enumerate(batches):
-            for stage_index, wanted in enumerate(self._planned.inputs):
-                for name in wanted:
-                    self._feed(stage_index, order.seq, microbatch_index, name, batch)
-        return _Step(order, batches)
+    def _emit(self, event: Event, sinks: Fanout) -> None:
+        self._history.append(event)
+        sinks.write(event)
+        self._progress(event)
 
-    def _feed(
-        self, stage_index: int, seq: int, microbatch_index: int, name: str, batch: Mapping[str, np.ndarray]
-    ) -> None:
-        if name not in batch:
-            raise UserError(f"the model wants the input {name!r}; the data has {', '.join(sorted(batch))}")
-        array = np.ascontiguousarray(batch[name])
-        header = m.TensorHeader(
-            "input", self._planned.job, seq, microbatch_index, name, str(array.dtype), tuple(array.shape)
+    def _evaluate(self, trainer: Trainer, step: int, sinks: Fanout) -> None:
+        event = trainer.evaluate(step)
+        if event is not None:
+            self._emit(event, sinks)
+
+    def _checkpoint(self, job: Job, trainer: Trainer, run_dir: RunDir, step: int) -> State:
+        state, graph = trainer.fetch_state(), job.captured.graph
+        persistent = {*graph.params, *(n for n, b in graph.buffers.items() if b.persistent)}
+        # a tensor that no stage holds, since no operator reads it, is as it was
+        weights = {n: state.weights.get(n, initial) for n, initial in job.weights().items() if n in persistent}
+        meta = CheckpointMeta(
+            graph_hash=job.graph_hash,
+            seed=job.config.run.seed,
+            data_step=step,
+            data_fingerprint=job.dataset.fingerprint,
+            aliases={alias: name for name, p in graph.params.items() for alias in p.aliases},
         )
-        self._link.send(stage_index, header, memoryview(array.data).cast("B"), FEED)
-
-    def _complete(self, step: _Step, later: Sequence[_Step]) -> None:
-        by_seq = {s.order.seq: s for s in (step, *later)}
-        while not step.complete:
-            event = self._link.next_event(NO_NEWS_S, f"step {step.order.step}")
-            seq = event.seq if isinstance(event, m.Commit) else event.header.seq
-            target = by_seq.get(seq)
-            if target is None:
-                raise RemoteProtocolError(f"news of step order {seq}, which is not running")
-            if isinstance(event, m.Commit):
-                target.commit = event
-            else:
-                target.losses[event.header.microbatch_index] = _scalar(event)
-
-
-def _scalar(event: Received) -> float:
-    kinds: dict[str, Any] = {"float32": np.float32, "float64": np.float64, "float16": np.float16}
-    header = event.header
-    if header.kind != "output" or header.shape != () or header.dtype not in (*kinds, "bfloat16"):
-        raise FusionError(
-            f"stage {event.stage_index} sent {header.kind} {header.dtype}{list(header.shape)}, not a loss"
+        path = save_checkpoint(
+            run_dir.checkpoints, step, weights, state.optimizer, meta, keep_last=job.config.train.keep_checkpoints
         )
-    if header.dtype == "bfloat16":
-        return float((np.frombuffer(event.payload, np.uint16).astype(np.uint32) << 16).view(np.float32)[0])
-    return float(np.frombuffer(event.payload, kinds[header.dtype])[0])
+        self._progress(Note(step=step, kind="checkpoint", text=str(path)))
+        return State(weights, state.optimizer)
+
+    # after
+
+    def _finish(self, job: Job, run_dir: RunDir, state: State, plan: Plan, stopped: bool) -> TrainResult:
+        module = job.restore(state.weights)
+        output = self._config.output
+        if output.plot and any(isinstance(e, StepMetrics) for e in self._history):
+            plot_loss(self._history, run_dir.loss_curve, run_dir.name)
+        extra = {
+            "stopped_early": stopped,
+            "num_params": job.captured.graph.num_params,
+            "graph_hash": job.graph_hash,
+            "nodes": [stage.node for stage in plan.stages],
+            "pipeline": plan.pipeline,
+        }
+        if output.sample_prompt and not stopped:
+            from fusionllm.api.sample import continue_text
+
+            extra["sample"] = continue_text(module, job.dataset, output.sample_prompt, output.sample_tokens)
+        summary = build_summary(self._history, wall_s=time.perf_counter() - self._started, extra=extra)
+        run_dir.summary.write_bytes(encode_summary(summary))
+        return TrainResult(run_dir.path, self._history, summary, module, plan, stopped)

@@ -1,32 +1,80 @@
-"""`capture` and `export`: a model as a graph, and a run as a Hugging Face folder."""
+"""The verbs `train` and `export`: what a person gives becomes a checked run. Torch is imported when it is needed."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import msgspec
 
-from fusionllm.api.config import load_config
-from fusionllm.capture.export import Captured, capture_module
-from fusionllm.capture.sources import resolve_model
-from fusionllm.capture.weights import export_hf, write_back
-from fusionllm.compute import tensor_from_buffer
+from fusionllm.api.config import RunConfig, load_config
+from fusionllm.api.options import tables_from_options
+from fusionllm.api.run import Progress, Run, TrainResult
 from fusionllm.errors import UserError
 from fusionllm.store.checkpoint import load_checkpoint
 from fusionllm.store.run_dir import RunDir
 
+if TYPE_CHECKING:
+    import torch
 
-def capture(module: torch.nn.Module, example_inputs: dict[str, torch.Tensor], *, mode: Any = "train") -> Captured:
-    """Capture a module as an OpGraph with its tensors.
+
+def train(
+    model: torch.nn.Module | str | Mapping[str, Any] | None = None,
+    data: Any = None,
+    *,
+    config: RunConfig | str | os.PathLike[str] | None = None,
+    overrides: tuple[str, ...] = (),
+    base_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> TrainResult:
+    """Train a model across node processes or machines.
 
     Args:
-        example_inputs: by the names of the module's forward, batch of at least 2.
+        model: an ``nn.Module`` whose forward returns the loss (or has it as ``.loss``), or a source as in a TOML's
+            ``model.source``, or that table. None: as the config says.
+        data: a path, an id, the table of the TOML, a ``datasets.Dataset``, a list of texts, or a sequence of dicts
+            of arrays. None: as the config says.
+        config: a RunConfig or the path of a TOML.
+        overrides: ``table.key=value`` texts on top of it.
+        base_dir: what relative paths are relative to; the TOML's folder by default.
+        progress: called with every event.
+        **options: keys of the config by their own name (``steps=20``, ``nodes=2``, ``lr=1e-3``) or whole tables
+            (``train={"steps": 20}``).
+
+    Returns:
+        TrainResult with the history and the trained model.
 
     Raises:
-        CaptureError: names the operator, the source line and the way out.
+        UserError: something given cannot be used. FusionError: the run failed.
+
+    Example:
+        >>> result = fusionllm.train("gpt2", "book.txt", steps=100, nodes=2, lr=1e-3)
+        >>> result.summary.val_loss
     """
-    return capture_module(module, example_inputs, mode=mode)
+    path = None if config is None or isinstance(config, RunConfig) else Path(config)
+    given = {"model": model, "data": data}
+    options |= {table: value for table, value in given.items() if isinstance(value, Mapping)}
+    data = None if isinstance(data, Mapping) else data
+    tables = tables_from_options(options, RunConfig)
+    if isinstance(config, RunConfig):
+        base = msgspec.to_builtins(config)
+        for table, values in tables.items():
+            base[table] = {**base.get(table, {}), **values}
+        tables = base
+    if isinstance(model, str):
+        tables.setdefault("model", {})["source"] = model
+    if isinstance(data, (str, os.PathLike)):
+        tables.setdefault("data", {})["source"] = os.fspath(data)
+    resolved = load_config(path, overrides, tables)
+    where = Path(base_dir or resolved.run.base_dir or (path.parent if path is not None else Path.cwd())).resolve()
+    run = msgspec.structs.replace(resolved.run, base_dir=str(where))
+    resolved = msgspec.structs.replace(resolved, run=run)
+    module: Any = None if model is None or isinstance(model, (str, Mapping)) else model
+    obj = None if data is None or isinstance(data, (str, os.PathLike)) else data
+    return Run(resolved, where, module, obj, progress or (lambda event: None)).run()
 
 
 def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> Path:
@@ -39,6 +87,10 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
         UserError: no such run, a folder that is not empty, a model that is not from Hugging Face.
         CheckpointError: the checkpoint is damaged.
     """
+    from fusionllm.api.weights import restore
+    from fusionllm.capture.sources import resolve_model
+    from fusionllm.capture.weights import export_hf
+
     path, out = Path(run).resolve(), Path(folder)
     run_dir = RunDir.open(path.parent, path.name)
     if out.exists() and any(out.iterdir()):
@@ -48,8 +100,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
     checkpoint = load_checkpoint(run_dir.checkpoints, step)
     module = resolve_model(config.model, base_dir=base_dir, seed=config.run.seed).module
     weights = {n: checkpoint.read_weight(n) for n in checkpoint.manifest.weights}
-    write_back(module, {n: tensor_from_buffer(b.data, b.dtype, b.shape) for n, b in weights.items()})
-    module.eval()
+    restore(module, weights)
     tokenizer = base_dir / config.data.tokenizer
     export_hf(module, out, tokenizer if tokenizer.is_file() else None)
     return out

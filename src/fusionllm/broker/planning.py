@@ -12,7 +12,7 @@ from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan, StagePlan, tied_params
 from fusionllm.protocol.membership import Member
-from fusionllm.protocol.messages import Assign, JobOptions, Peer, Planned, Shape
+from fusionllm.protocol.messages import Assign, JobOptions, LinkShape, Peer, Planned
 from fusionllm.schedule.partition import partition_graph
 
 
@@ -85,7 +85,7 @@ def _peer(member: Member, seen_from: Member, options: JobOptions, owner: Member)
     """Where ``member`` listens and how the way there from ``seen_from`` is paced."""
     fences = {m.name: options.owner_fence if m.name == owner.name else m.fence for m in (member, seen_from)}
     pair = {fences[member.name], fences[seen_from.name]}
-    shape: Shape | None = next(
+    shape: LinkShape | None = next(
         (link.shape for link in options.fence_links if {link.fence_a, link.fence_b} == pair and len(pair) == 2), None
     )
     return Peer(member.host, member.port, shape)

@@ -106,7 +106,7 @@ class Broker:
             self._membership.leave(join.name)
             await channel.send(m.Refused(reason="the public key in Join is not a P-256 key in PEM"))
             raise AdmissionError(f"{join.name} sent an unusable public key") from None
-        channel.peer = join.name
+        channel.admitted(join.name)
         self._channels[join.name] = channel
         try:
             await channel.send(m.Welcome(name=join.name, cert_pem=cert, ca_pem=self._authority.cert_pem))

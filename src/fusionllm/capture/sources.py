@@ -13,30 +13,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import torch
 
+from fusionllm.capture.options import ARCHITECTURES, ModelConfig
 from fusionllm.errors import UserError
 
-ARCHITECTURES = ("gpt2", "llama")
 _FORMS = "gpt2, llama, a Hugging Face folder, a config.json, or python:MODULE:FUNCTION"
-
-
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model.
-
-    Attributes:
-        source: ``gpt2`` or ``llama`` (an architecture, shaped by ``config``), a local Hugging Face folder or
-            config.json, or ``python:MODULE:FUNCTION`` (FUNCTION returns the module, or (module, example inputs)).
-        config: overrides of the Hugging Face config, e.g. ``{n_layer = 6}``.
-        init: ``random`` from the run's seed, ``pretrained`` from the folder's weights, ``auto``: pretrained if there.
-    """
-
-    source: str = "gpt2"
-    config: dict[str, Any] = {}
-    init: Literal["auto", "random", "pretrained"] = "auto"
 
 
 @dataclass

@@ -36,13 +36,13 @@ def _capture(model: str, seq_len: int, sets: list[str]) -> OpGraph:
     import torch
 
     from fusionllm.api.config import load_config
-    from fusionllm.api.train import prepare
+    from fusionllm.api.prepare import prepare
     from fusionllm.capture.export import capture_module
     from fusionllm.capture.sources import resolve_model
 
     if model.endswith(".toml"):
         path = Path(model)
-        return prepare(load_config(path, sets), path.parent.resolve(), None, None).captured.graph
+        return prepare(load_config(path, sets), path.parent.resolve()).captured.graph
     config = load_config(None, [f"model.config.{text}" for text in sets], {"model": {"source": model}})
     source = resolve_model(config.model, base_dir=Path.cwd(), seed=0)
     if source.vocab_size is not None:

@@ -76,11 +76,9 @@ def train(
         overrides.append("run.resume=true")
 
     def work() -> None:
-        from fusionllm.cli.progress import JsonReporter, LiveReporter
-
-        _check_toml(run_toml)
         from fusionllm.api import load_config
         from fusionllm.api import train as train_verb
+        from fusionllm.cli.progress import JsonReporter, LiveReporter
         from fusionllm.telemetry.log import configure_logging
 
         config = load_config(run_toml, overrides)
@@ -242,15 +240,6 @@ def export(
         )
 
     _guard(work)
-
-
-def _check_toml(path: Path) -> None:
-    """Fail on a missing or malformed file before anything heavy is imported."""
-    from fusionllm.errors import UserError
-
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.toml"))[:5] if path.parent.is_dir() else []
-        raise UserError(f"no such file: {path}" + ("; there is " + ", ".join(near) if near else ""))
 
 
 def _die_with_parent() -> None:

@@ -1,12 +1,26 @@
-"""Executing graphs on a device: one backend per framework, the same operators and the same tests for each."""
+"""Executing graphs on a device: one backend per framework, the same operators and the same tests for each.
 
-from fusionllm.compute.optim import OptimConfig, learning_rate
-from fusionllm.compute.stage import ComputeOptions, TorchStage
-from fusionllm.compute.wire import tensor_from_buffer, tensor_to_bytes
+`options` is plain data; a framework is imported when its backend is loaded.
+"""
 
-#: name -> stage class. A new backend is a class with TorchStage's methods and one line here.
-BACKENDS = {"torch": TorchStage}
+from __future__ import annotations
 
-__all__ = [
-    "BACKENDS", "ComputeOptions", "OptimConfig", "TorchStage", "learning_rate", "tensor_from_buffer", "tensor_to_bytes",
-]  # fmt: skip
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from fusionllm.compute.options import ComputeOptions, OptimConfig, learning_rate
+
+if TYPE_CHECKING:
+    from fusionllm.compute.stage import TorchStage
+
+#: name -> where its stage class is. A new backend is a class with TorchStage's methods and one line here.
+BACKENDS = {"torch": "fusionllm.compute.stage:TorchStage"}
+
+__all__ = ["BACKENDS", "ComputeOptions", "OptimConfig", "learning_rate", "load_backend"]
+
+
+def load_backend(name: str) -> type[TorchStage]:
+    """The stage class of a backend of ``BACKENDS``; imports its framework."""
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: type[TorchStage] = getattr(import_module(module), attribute)
+    return backend

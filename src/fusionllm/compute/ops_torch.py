@@ -98,7 +98,8 @@ def _batch_norm(
 _SYM: dict[str, Callable[..., Any]] = {
     "size": lambda x, dim: x.shape[dim], "neg": operator.neg, "float": float, "int": int, "not": operator.not_,
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
-    "truediv": operator.truediv, "mod": operator.mod, "eq": operator.eq, "ne": operator.ne, "ge": operator.ge, "le": operator.le,
+    "truediv": operator.truediv,
+    "mod": operator.mod, "eq": operator.eq, "ne": operator.ne, "ge": operator.ge, "le": operator.le,
     "gt": operator.gt, "lt": operator.lt, "max": max, "min": min, "and": lambda a, b: a and b,
 }  # fmt: skip
 

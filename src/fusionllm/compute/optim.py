@@ -1,47 +1,13 @@
-"""Optimizers of torch by name, learning-rate schedules as pure functions, optimizer state by parameter name."""
+"""Optimizers of torch by name, their state by parameter name."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import torch
 
-
-class OptimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How parameters change.
-
-    Attributes:
-        name: ``adamw`` or ``sgd``, as in torch.optim. momentum: of sgd.
-        schedule: of the learning rate after ``warmup_steps`` of linear warm-up: ``constant``, ``cosine`` or ``linear``
-            down to ``min_lr_ratio`` of ``lr``.
-        clip_norm: limit of the global gradient norm over all stages, 0: none.
-    """
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.0
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.1
-    clip_norm: float = 0.0
-
-
-def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Learning rate of ``step`` (from 0) in a run of ``num_steps``."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-    done = min(1.0, max(0.0, done))
-    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+from fusionllm.compute.options import OptimConfig
 
 
 class Optimizer:

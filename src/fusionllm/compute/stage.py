@@ -9,34 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 
 from fusionllm.compute.interpreter import Program
 from fusionllm.compute.ops_torch import Context
-from fusionllm.compute.optim import OptimConfig, Optimizer, learning_rate
+from fusionllm.compute.optim import Optimizer
+from fusionllm.compute.options import ComputeOptions, OptimConfig, learning_rate
+from fusionllm.compute.wire import dtype_name
 from fusionllm.errors import GraphError
 from fusionllm.ir.graph import OpGraph
-
-
-class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a stage computes.
-
-    Attributes:
-        precision: ``float32``, or ``bfloat16`` for autocast with float32 weights.
-        recompute: keep only a stage's inputs, run its forward again in the backward.
-        tied: ``step`` or ``microbatch``: how often tied gradients are exchanged.
-        num_threads: of torch on a CPU.
-    """
-
-    precision: Literal["float32", "bfloat16"] = "float32"
-    recompute: bool = False
-    seed: int = 0
-    num_threads: int = 1
-    device: str = "cpu"
-    tied: Literal["step", "microbatch"] = "step"
 
 
 class _Stash(msgspec.Struct):
@@ -88,7 +72,7 @@ class TorchStage:
         entry = self.graph.held.get(name)
         if entry is None:
             raise GraphError(f"this stage has no tensor {name!r}")
-        got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        got = (dtype_name(tensor), tuple(tensor.shape))
         if got != (entry.spec.dtype, entry.spec.concrete({})):
             raise GraphError(f"tensor {name!r} is {got[0]}{list(got[1])}, expected {entry.spec}")
         if entry.id in self._tensors:  # in place: the optimizer holds this very tensor

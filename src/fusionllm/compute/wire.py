@@ -11,6 +11,11 @@ from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.tensor import DTYPES
 
 
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The tensor's dtype as the IR names it, e.g. ``"float32"``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def tensor_to_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes; a view of its memory when it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

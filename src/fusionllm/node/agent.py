@@ -8,22 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import platform
-import socket
 from typing import Any
 
 import msgspec
 
-from fusionllm import __version__
 from fusionllm.errors import AdmissionError, FusionError, LinkClosed, LinkError, RemoteProtocolError
+from fusionllm.node.join import default_name, expect_peers, join_broker, reach_peers
 from fusionllm.node.worker import Arrival, Committed, Connected, StageWorker, Stop
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.stage import OWNER
-from fusionllm.transport import Endpoint, Identity, LinkShape, PeerAddress, make_key, public_key_pem
+from fusionllm.transport import Endpoint
 from fusionllm.transport.control import ControlChannel, connect_control
 
 log = logging.getLogger(__name__)
-PEER_TIMEOUT_S = 60.0
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,50 +32,6 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "0.0.0.0"
     port: int = 0
     advertise: str = ""
-
-
-def default_name() -> str:
-    """A name for this machine: its host name, made fit, and a few random characters against twins."""
-    import secrets
-
-    host = "".join(c if c.isalnum() or c in "-" else "-" for c in socket.gethostname().split(".")[0]).strip("-")
-    return f"{(host or 'node')[:40]}-{secrets.token_hex(3)}"
-
-
-async def join(
-    channel: ControlChannel, *, role: m.Role, name: str, token: str, fence: str, versions: dict[str, str]
-) -> Identity:
-    """Join through an open channel; returns this machine's identity. Raises AdmissionError with the broker's reason."""
-    key = make_key()
-    await channel.send(
-        m.Join(
-            version=m.CONTROL_VERSION,
-            role=role,
-            name=name,
-            token=token,
-            public_key_pem=public_key_pem(key),
-            fence=fence,
-            versions=versions,
-        )
-    )
-    answer = await channel.receive(30.0)
-    if isinstance(answer, m.Refused):
-        raise AdmissionError(f"the broker refused {name!r}: {answer.reason}")
-    if not isinstance(answer, m.Welcome):
-        raise RemoteProtocolError(f"the broker answered Join with {type(answer).__name__}")
-    return Identity(cert_pem=answer.cert_pem, key_pem=key, ca_pem=answer.ca_pem)
-
-
-def endpoint_peers(peers: dict[str, m.Peer]) -> dict[str, PeerAddress | None]:
-    """The peers of a job as the endpoint wants them."""
-    return {name: PeerAddress(peer.host, peer.port) for name, peer in peers.items()}
-
-
-def shape_links(endpoint: Endpoint, peers: dict[str, m.Peer]) -> None:
-    """Pace the links that the job wants paced."""
-    for name, peer in peers.items():
-        shape = peer.shape
-        endpoint.shape(name, LinkShape(shape.bandwidth_bytes_per_s, shape.latency_s) if shape is not None else None)
 
 
 class NodeAgent:
@@ -94,14 +47,8 @@ class NodeAgent:
         self._loop = asyncio.get_running_loop()
         async with connect_control(self.config.ticket) as channel:
             self._channel = channel
-            versions = {"fusionllm": __version__, "python": platform.python_version()}
-            identity = await join(
-                channel,
-                role="node",
-                name=self.name,
-                token=self.config.ticket.token,
-                fence=self.config.fence,
-                versions=versions,
+            identity = await join_broker(
+                channel, role="node", name=self.name, token=self.config.ticket.token, fence=self.config.fence
             )
             self._endpoint = Endpoint(
                 self.name, identity, on_message=self._on_message, on_peer_lost=self._on_peer_lost, admit=self._admit
@@ -151,8 +98,7 @@ class NodeAgent:
             return
         self._worker = worker
         self._stage_of = {name: i for i, name in enumerate(assign.stage_nodes)} | {assign.owner: OWNER}
-        self._endpoint.expect(endpoint_peers(assign.peers))
-        shape_links(self._endpoint, assign.peers)
+        expect_peers(self._endpoint, assign.peers)
         worker.start()
         self._connecting = asyncio.ensure_future(self._connect(worker))
         log.info(
@@ -165,7 +111,7 @@ class NodeAgent:
 
     async def _connect(self, worker: StageWorker) -> None:
         try:
-            await asyncio.gather(*(self._endpoint.connect(peer, PEER_TIMEOUT_S) for peer in worker.assign.peers))
+            await reach_peers(self._endpoint, worker.assign.peers)
         except FusionError as error:
             assign = worker.assign
             self._tell(m.StageFailed(job=assign.job, stage_index=assign.stage_index, message=str(error)))

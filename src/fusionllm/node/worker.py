@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from fusionllm.compute import BACKENDS, ComputeOptions, OptimConfig, tensor_from_buffer, tensor_to_bytes
+from fusionllm.compute import ComputeOptions, OptimConfig, load_backend
+from fusionllm.compute.wire import dtype_name, tensor_from_buffer, tensor_to_bytes
 from fusionllm.errors import FusionError, GraphError, RemoteProtocolError
 from fusionllm.ir.graph import OpGraph, decode_graph
 from fusionllm.ir.program import StageProgram
@@ -28,7 +29,6 @@ from fusionllm.schedule.pipeline import PIPELINES, forward_only
 from fusionllm.transport import Endpoint
 
 log = logging.getLogger(__name__)
-URGENT, NORMAL, BULK = 0, 4, 8
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -148,7 +148,7 @@ class StageWorker(threading.Thread):
         counted = [
             name for name in self.graph.params if assign.tied.get(name, (assign.stage_index,))[0] == assign.stage_index
         ]
-        self._stage = BACKENDS["torch"](
+        self._stage = load_backend("torch")(
             self.graph, compute, optim, options.num_steps, tied_names=tuple(assign.tied), norm_names=counted
         )
         self._machine = s.StageMachine(
@@ -236,13 +236,13 @@ class StageWorker(threading.Thread):
         if isinstance(command, s.SendGradients):
             for value, gradient in self._grads.pop((order.seq, command.microbatch_index)).items():
                 stage = self.assign.producers[value]
-                self._send(stage, "gradient", order.seq, command.microbatch_index, value, gradient, URGENT)
+                self._send(stage, "gradient", order.seq, command.microbatch_index, value, gradient)
             return False
         if isinstance(command, s.SendTied):
             for name, gradient in self._stage.tied_gradients().items():
                 for stage in self.assign.tied[name]:
                     if stage != self.assign.stage_index:
-                        self._send(stage, "tied", order.seq, -1, name, gradient.clone(), NORMAL)
+                        self._send(stage, "tied", order.seq, -1, name, gradient.clone(), m.Priority.TIED)
             return False
         if isinstance(command, s.Forward):
             values = {slot.key: self._tensors.pop(slot) for slot in command.slots}
@@ -272,9 +272,9 @@ class StageWorker(threading.Thread):
         outs = self._outs.pop((order.seq, microbatch_index))
         for value, stages in self.assign.consumers.items():
             for stage in stages:
-                self._send(stage, "activation", order.seq, microbatch_index, value, outs[value], URGENT)
+                self._send(stage, "activation", order.seq, microbatch_index, value, outs[value])
         for value in self.graph.outputs[:1]:
-            self._send(s.OWNER, "output", order.seq, microbatch_index, value, outs[value], URGENT)
+            self._send(s.OWNER, "output", order.seq, microbatch_index, value, outs[value])
 
     def _report_done(self, command: s.ReportDone) -> None:
         own = self._stage.tied_gradients()
@@ -300,24 +300,29 @@ class StageWorker(threading.Thread):
             header = self._fetches.pop(0)
             weights, optimizer = self._stage.state()
             for name, tensor in weights.items():
-                self._send(s.OWNER, "weight", header.seq, -1, name, tensor.clone(), BULK)
+                self._send(s.OWNER, "weight", header.seq, -1, name, tensor.clone(), m.Priority.STATE)
             for name, tensor in optimizer.items():
-                self._send(s.OWNER, "optimizer", header.seq, -1, name, tensor.clone(), BULK)
-            self._send(s.OWNER, "done", header.seq, -1, str(self.assign.stage_index), None, BULK)
+                self._send(s.OWNER, "optimizer", header.seq, -1, name, tensor.clone(), m.Priority.STATE)
+            self._send(s.OWNER, "done", header.seq, -1, str(self.assign.stage_index), None, m.Priority.STATE)
 
     def _send(
-        self, stage: int, kind: m.TensorKind, seq: int, microbatch_index: int, key: str, tensor: Any, priority: int
+        self,
+        stage: int,
+        kind: m.TensorKind,
+        seq: int,
+        microbatch_index: int,
+        key: str,
+        tensor: Any,
+        priority: m.Priority = m.Priority.VALUE,
     ) -> None:
         peer = self.assign.owner if stage == s.OWNER else self.assign.stage_nodes[stage]
-        dtype, shape = (
-            ("uint8", (0,)) if tensor is None else (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        )
+        dtype, shape = ("uint8", (0,)) if tensor is None else (dtype_name(tensor), tuple(tensor.shape))
         header = m.TensorHeader(kind, self.assign.job, seq, microbatch_index, key, dtype, shape)
         payload = b"" if tensor is None else tensor_to_bytes(tensor)
         future = asyncio.run_coroutine_threadsafe(
             self._endpoint.send(peer, m.encode_message(header), payload, priority), self._loop
         )
-        if priority == BULK:
+        if priority == m.Priority.STATE:
             future.result(timeout=600.0)
         else:
             future.add_done_callback(lambda f: self._on_sent(f, kind, peer))

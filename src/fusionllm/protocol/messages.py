@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from enum import IntEnum
 from typing import Literal, TypeVar
 
 import msgspec
@@ -19,11 +20,25 @@ from fusionllm.ir.plan import Plan
 #: Version of the control plane. A node of another version is refused at join with both numbers.
 CONTROL_VERSION = 1
 MAX_CONTROL_BYTES = 300 << 20
+#: What a machine that has not joined yet may send.
+MAX_JOIN_BYTES = 64 << 10
 #: A host name, or an address of IPv4 or IPv6.
 HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9a-fA-F:.]{2,45}")
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 Role = Literal["node", "owner"]
+
+
+class Priority(IntEnum):
+    """What goes first on a link: the pipeline's own values, then orders, inputs, gradients of the step, weights."""
+
+    VALUE = 0
+    ORDER = 2
+    INPUT = 3
+    TIED = 4
+    STATE = 8
+
+
 TensorKind = Literal[
     "input", "activation", "gradient", "tied", "output", "weight", "optimizer", "step", "fetch", "done"
 ]
@@ -33,8 +48,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of control messages: tagged with the class name."""
 
 
-class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An emulated link: outgoing bytes are paced to this rate and delayed by this much."""
+class LinkShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What outgoing bytes are slowed down to: a rate in bytes per second, > 0, and a one-way latency in seconds."""
 
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
@@ -45,7 +60,7 @@ class FenceLink(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     fence_a: str
     fence_b: str
-    shape: Shape
+    shape: LinkShape
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -53,7 +68,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     host: str
     port: int
-    shape: Shape | None = None
+    shape: LinkShape | None = None
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

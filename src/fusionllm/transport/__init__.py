@@ -1,5 +1,6 @@
 """Bytes between machines: an ``Endpoint`` per node, over TLS or memory, shaped on demand."""
 
+from fusionllm.protocol.messages import LinkShape
 from fusionllm.protocol.session import SessionConfig
 from fusionllm.transport.endpoint import TRANSPORTS, Endpoint
 from fusionllm.transport.tls import (
@@ -12,7 +13,7 @@ from fusionllm.transport.tls import (
     public_key_pem,
     sign_node,
 )
-from fusionllm.transport.wire import LinkShape, LinkStats, PeerAddress
+from fusionllm.transport.wire import LinkStats, PeerAddress
 
 __all__ = [
     "TRANSPORTS", "Authority", "Endpoint", "Identity", "LinkShape", "LinkStats",

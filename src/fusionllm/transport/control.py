@@ -19,11 +19,18 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage
 
 from fusionllm.errors import AdmissionError, LinkBroken, LinkClosed, RemoteProtocolError, UserError
-from fusionllm.protocol.messages import MAX_CONTROL_BYTES, Control, Ticket, decode_control, encode_message
+from fusionllm.protocol.messages import (
+    MAX_CONTROL_BYTES,
+    MAX_JOIN_BYTES,
+    Control,
+    Ticket,
+    decode_control,
+    encode_message,
+)
 from fusionllm.transport.tls import Identity, server_context
 
 CONNECT_TIMEOUT_S = 20.0
-_OPTIONS: dict[str, Any] = {"max_size": MAX_CONTROL_BYTES, "compression": None, "ping_interval": 5, "ping_timeout": 30}
+_OPTIONS: dict[str, Any] = {"compression": None, "ping_interval": 5, "ping_timeout": 30}
 
 
 class ControlChannel:
@@ -37,6 +44,11 @@ class ControlChannel:
     def remote_host(self) -> str:
         address = self._socket.remote_address
         return str(address[0]) if address else ""
+
+    def admitted(self, peer: str) -> None:
+        """The newcomer is ``peer`` now: it may send messages of full size."""
+        self.peer = peer
+        self._socket.protocol.max_message_size = MAX_CONTROL_BYTES
 
     async def send(self, message: Any) -> None:
         """Raises LinkBroken when the other side is gone."""
@@ -76,7 +88,7 @@ async def serve_control(
         await handle(ControlChannel(socket, "newcomer"))
 
     try:
-        return await serve(accept, host, port, ssl=context, **_OPTIONS)
+        return await serve(accept, host, port, ssl=context, max_size=MAX_JOIN_BYTES, **_OPTIONS)
     except OSError as error:
         raise UserError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port with --port, or 0 for any"
@@ -93,7 +105,12 @@ async def connect_control(ticket: Ticket) -> AsyncIterator[ControlChannel]:
     address = f"{ticket.host}:{ticket.port}"
     try:
         socket = await connect(
-            f"wss://{host}:{ticket.port}/", ssl=context, open_timeout=CONNECT_TIMEOUT_S, proxy=None, **_OPTIONS
+            f"wss://{host}:{ticket.port}/",
+            ssl=context,
+            open_timeout=CONNECT_TIMEOUT_S,
+            proxy=None,
+            max_size=MAX_CONTROL_BYTES,
+            **_OPTIONS,
         )
     except (OSError, asyncio.TimeoutError, InvalidHandshake, InvalidMessage, EOFError) as error:
         raise UserError(

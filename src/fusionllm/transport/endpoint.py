@@ -16,12 +16,13 @@ from typing import cast
 
 from fusionllm.errors import LinkBroken, LinkClosed, LinkError, LocalProtocolError, StallError
 from fusionllm.protocol.frames import goodbye
+from fusionllm.protocol.messages import LinkShape
 from fusionllm.protocol.session import Consumed, Post, Session, SessionConfig
 from fusionllm.transport.link import Link, Owner
 from fusionllm.transport.memory import MemoryTransport
 from fusionllm.transport.tls import Identity, check_node_name
 from fusionllm.transport.tls_transport import TlsTransport
-from fusionllm.transport.wire import Buffer, LinkShape, LinkStats, PeerAddress, Transport, Wire
+from fusionllm.transport.wire import Buffer, LinkStats, PeerAddress, Transport, Wire
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ import msgspec
 
 from fusionllm.errors import FusionError, LinkBroken, LinkError
 from fusionllm.protocol import session as machine
+from fusionllm.protocol.messages import LinkShape
 from fusionllm.protocol.session import Command, Event, Session
 from fusionllm.transport.shaped import ShapedWire
-from fusionllm.transport.wire import LinkShape, LinkStats, PeerAddress, Transport, Wire
+from fusionllm.transport.wire import LinkStats, PeerAddress, Transport, Wire
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from fusionllm.transport.wire import LinkShape, Receiver, Wire
+from fusionllm.protocol.messages import LinkShape
+from fusionllm.transport.wire import Receiver, Wire
 from fusionllm.units import KIB
 
 _AHEAD_S = 0.05

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-import re
 import ssl
 import tempfile
 from pathlib import Path
@@ -23,8 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fusionllm.errors import AdmissionError, UserError
+from fusionllm.protocol.messages import NAME
 
-NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EARLY = datetime.timedelta(minutes=5)  # tolerated difference between the machines' clocks
 
 
@@ -45,7 +44,7 @@ class Authority(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def check_node_name(name: str) -> str:
     """The name, if it can stand in a certificate. Raises UserError."""
-    if not NODE_NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise UserError(f"{name!r} is no node name; use 1 to 63 of letters, digits, '.', '_', '-', and no sign first")
     return name
 
@@ -138,7 +137,7 @@ def peer_name(certificate: dict[str, Any] | None) -> str:
     Raises AdmissionError if there is not exactly one.
     """
     entries = [value for kind, value in (certificate or {}).get("subjectAltName", ()) if kind == "DNS"]
-    if len(entries) != 1 or not NODE_NAME.fullmatch(entries[0]):
+    if len(entries) != 1 or not NAME.fullmatch(entries[0]):
         raise AdmissionError(f"certificate with the DNS names {entries}; a node has exactly one name")
     return str(entries[0])
 

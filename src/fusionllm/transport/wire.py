@@ -67,16 +67,6 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.host}:{self.port}"
 
 
-class LinkShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What outgoing bytes are slowed down to.
-
-    Bandwidth > 0, in bytes per second; one-way latency in seconds.
-    """
-
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
-
-
 class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Counters of one link since its session began; bytes are whole frames before encryption."""
 

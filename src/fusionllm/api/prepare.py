@@ -1,0 +1,93 @@
+"""A job before any node is asked: data opened, model built, captured as a graph. The owner's first use of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from fusionllm.api.config import RunConfig
+from fusionllm.api.weights import restore, to_blobs
+from fusionllm.capture.export import Captured, capture_module
+from fusionllm.capture.options import ARCHITECTURES
+from fusionllm.capture.sources import Source, resolve_model
+from fusionllm.errors import UserError
+from fusionllm.store.dataset import Dataset, open_dataset
+from fusionllm.store.tensorfile import Blob
+
+
+@dataclass
+class Job:
+    """Everything known before a node is asked.
+
+    Attributes:
+        config: with what the data settled, such as the size of the vocabulary.
+        graph_hash: identity of ``captured.graph``.
+    """
+
+    config: RunConfig
+    dataset: Dataset
+    source: Source
+    captured: Captured
+    graph_hash: str
+
+    def weights(self) -> dict[str, Blob]:
+        """All tensors as they are before training."""
+        return to_blobs(self.captured.tensors)
+
+    def restore(self, weights: Mapping[str, Blob]) -> torch.nn.Module:
+        """The user's module with trained weights, in eval mode."""
+        return restore(self.source.module, weights)
+
+
+def prepare(
+    config: RunConfig, base_dir: Path, module: torch.nn.Module | None = None, obj: Any = None, num_threads: int = 0
+) -> Job:
+    """Open the data, build the model, capture it.
+
+    Args:
+        module, obj: a model and data given by the caller, instead of the config's.
+        num_threads: of torch in this process from now on; 0: as it is.
+
+    Raises:
+        UserError, CaptureError: what was given cannot be used.
+    """
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    config, dataset, source = open_model(config, base_dir, module, obj)
+    first = dataset.microbatches(0, global_batch=2, microbatch_size=2)[0]
+    example = {name: torch.from_numpy(array) for name, array in first.items()}
+    captured = capture_module(source.module, example, mode="train")
+    return Job(config, dataset, source, captured, captured.graph.content_hash())
+
+
+def open_model(
+    config: RunConfig, base_dir: Path, module: torch.nn.Module | None = None, obj: Any = None
+) -> tuple[RunConfig, Dataset, Source]:
+    """The data and the model that fits it, before capture. Raises UserError."""
+    dataset = open_dataset(config.data, seed=config.run.seed, base_dir=base_dir, obj=obj)
+    model = config.model
+    if module is None and dataset.vocab_size and model.source in ARCHITECTURES and "vocab_size" not in model.config:
+        model = msgspec.structs.replace(model, config={**model.config, "vocab_size": dataset.vocab_size})
+        config = msgspec.structs.replace(config, model=model)
+    source = resolve_model(model, base_dir=base_dir, seed=config.run.seed, module=module)
+    if dataset.vocab_size:
+        _check_limits(source, dataset.vocab_size, config.data.seq_len)
+    return config, dataset, source
+
+
+def _check_limits(source: Source, vocab_size: int, seq_len: int) -> None:
+    if source.max_seq_len is not None and seq_len > source.max_seq_len:
+        raise UserError(
+            f"data.seq_len is {seq_len}, the model's context is {source.max_seq_len} tokens; "
+            f"set data.seq_len to at most {source.max_seq_len} or give the model a longer context"
+        )
+    if source.vocab_size is not None and vocab_size > source.vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab_size} ids, the model's vocabulary {source.vocab_size}; "
+            "set model.config.vocab_size to the tokenizer's"
+        )

@@ -1,0 +1,204 @@
+"""The training loop as the owner sees it: order steps, feed them ahead, gather losses, evaluate, fetch the state.
+
+Everything here is about one job that is already planned; `train` prepares it and writes its results.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fusionllm.api.config import RunConfig
+from fusionllm.api.owner import OwnerLink, Received
+from fusionllm.compute import learning_rate
+from fusionllm.errors import FusionError, RemoteProtocolError, UserError
+from fusionllm.protocol import messages as m
+from fusionllm.store.dataset import Dataset
+from fusionllm.store.tensorfile import Blob
+from fusionllm.telemetry.events import StepMetrics, ValMetrics
+
+NO_NEWS_S = 600.0
+
+
+class State(msgspec.Struct):
+    """What a run is: weights and optimizer tensors by name."""
+
+    weights: dict[str, Blob]
+    optimizer: dict[str, Blob]
+
+
+class _Step(msgspec.Struct):
+    order: m.StepOrder
+    batches: list[dict[str, np.ndarray]]
+    losses: dict[int, float] = msgspec.field(default_factory=dict)
+    commit: m.Commit | None = None
+
+    @property
+    def complete(self) -> bool:
+        return len(self.losses) == len(self.order.rows) and (self.commit is not None or not self.order.train)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the rows; the products and the order of the sum are those of a plain loop."""
+        rows = self.order.rows
+        return float(sum(self.losses[i] * (rows[i] / sum(rows)) for i in range(len(rows))))
+
+    @property
+    def num_tokens(self) -> int:
+        first = [next(iter(batch.values())) for batch in self.batches]
+        return int(sum(a.size if np.issubdtype(a.dtype, np.integer) else a.shape[0] for a in first))
+
+
+class Trainer:
+    """Drives one job. ``stop_wanted`` is asked before every order: True lets the steps under way be the last."""
+
+    def __init__(
+        self, config: RunConfig, dataset: Dataset, link: OwnerLink, planned: m.Planned, stop_wanted: Callable[[], bool]
+    ) -> None:
+        self._config, self._dataset, self._link, self._planned = config, dataset, link, planned
+        self._stop_wanted = stop_wanted
+        self._seq = 0
+        self._link_bytes: dict[str, int] = {}
+
+    # weights
+
+    def send_state(self, state: State) -> None:
+        """Give every stage its tensors, the optimizer's first; then wait until all hold theirs."""
+        for stage_index, names in enumerate(self._planned.tensors):
+            wanted = set(names)
+            for key, blob in state.optimizer.items():
+                if key.partition("/")[2] in wanted:
+                    self._send_blob(stage_index, "optimizer", key, blob)
+            for name in names:
+                self._send_blob(stage_index, "weight", name, state.weights[name])
+        self._link.wait_start(NO_NEWS_S)
+
+    def fetch_state(self) -> State:
+        """Read all tensors back, after the last step ordered. A tied one is read from its first holder."""
+        for stage_index in range(self._planned.plan.num_stages):
+            header = m.TensorHeader("fetch", self._planned.job, self._seq - 1, -1, "", "uint8", (0,))
+            self._link.send(stage_index, header, b"", m.Priority.STATE)
+        state = State({}, {})
+        waiting = set(range(self._planned.plan.num_stages))
+        while waiting:
+            event = self._link.next_event(NO_NEWS_S, f"the weights of stages {sorted(waiting)}")
+            if not isinstance(event, Received) or event.header.kind not in ("weight", "optimizer", "done"):
+                raise RemoteProtocolError(f"unexpected {event!r:.80} while reading the weights")
+            header = event.header
+            if header.kind == "done":
+                waiting.discard(event.stage_index)
+                continue
+            target = state.weights if header.kind == "weight" else state.optimizer
+            target.setdefault(header.key, Blob(header.dtype, header.shape, bytes(event.payload)))
+        return state
+
+    def _send_blob(self, stage_index: int, kind: m.TensorKind, key: str, blob: Blob) -> None:
+        header = m.TensorHeader(kind, self._planned.job, 0, -1, key, blob.dtype, tuple(blob.shape))
+        self._link.send(stage_index, header, blob.data, m.Priority.STATE)
+
+    # steps
+
+    def train_steps(self, first: int, last: int) -> Iterator[StepMetrics]:
+        """Train steps ``first`` up to ``last``, their data sent ahead; ends early when a stop is wanted."""
+        train = self._config.train
+        running: list[_Step] = []
+        next_step = first
+        started = time.perf_counter()
+        while True:
+            while next_step < last and len(running) <= train.prefetch and not self._stop_wanted():
+                batches = self._dataset.microbatches(
+                    next_step, global_batch=train.global_batch, microbatch_size=train.microbatch_size
+                )
+                running.append(self._order(next_step, batches, train=True))
+                next_step += 1
+            if not running:
+                return
+            step = running.pop(0)
+            self._complete(step, running)
+            assert step.commit is not None
+            now = time.perf_counter()
+            link_bytes = dict(step.commit.link_bytes)
+            link_bytes |= {f"{self._link.name}->{peer}": n for peer, n in self._link.sent_bytes().items()}
+            yield StepMetrics(
+                step=step.order.step + 1,
+                loss=step.loss,
+                lr=learning_rate(self._config.optimizer, step.order.step, train.steps),
+                grad_norm=step.commit.total_norm,
+                tokens=step.num_tokens,
+                seconds=now - started,
+                tokens_per_s=step.num_tokens / max(now - started, 1e-9),
+                link_bytes={k: n - self._link_bytes.get(k, 0) for k, n in link_bytes.items()},
+            )
+            started, self._link_bytes = now, link_bytes
+
+    def evaluate(self, step: int) -> ValMetrics | None:
+        """Mean loss over the validation rows, nothing changed; None when there are none."""
+        train = self._config.train
+        started = time.perf_counter()
+        limit = train.eval_batches or None
+        batches = list(self._dataset.val_batches(train.microbatch_size, limit))
+        if not batches:
+            return None
+        loss = rows = tokens = 0.0
+        width = self._config.num_microbatches
+        for start in range(0, len(batches), width):
+            one = self._order(step, batches[start : start + width], train=False)
+            self._complete(one, [])
+            loss += one.loss * sum(one.order.rows)
+            rows += sum(one.order.rows)
+            tokens += one.num_tokens
+        return ValMetrics(step=step, loss=loss / rows, tokens=int(tokens), seconds=time.perf_counter() - started)
+
+    def _order(self, step: int, batches: list[dict[str, np.ndarray]], *, train: bool) -> _Step:
+        rows = tuple(len(next(iter(batch.values()))) for batch in batches)
+        order = m.StepOrder(seq=self._seq, step=step, rows=rows, train=train)
+        self._seq += 1
+        payload = m.encode_message(order)
+        for stage_index in range(self._planned.plan.num_stages):
+            header = m.TensorHeader("step", self._planned.job, order.seq, -1, "", "uint8", (len(payload),))
+            self._link.send(stage_index, header, payload, m.Priority.ORDER)
+        for microbatch_index, batch in enumerate(batches):
+            for stage_index, wanted in enumerate(self._planned.inputs):
+                for name in wanted:
+                    self._feed(stage_index, order.seq, microbatch_index, name, batch)
+        return _Step(order, batches)
+
+    def _feed(
+        self, stage_index: int, seq: int, microbatch_index: int, name: str, batch: Mapping[str, np.ndarray]
+    ) -> None:
+        if name not in batch:
+            raise UserError(f"the model wants the input {name!r}; the data has {', '.join(sorted(batch))}")
+        array = np.ascontiguousarray(batch[name])
+        header = m.TensorHeader(
+            "input", self._planned.job, seq, microbatch_index, name, str(array.dtype), tuple(array.shape)
+        )
+        self._link.send(stage_index, header, memoryview(array.data).cast("B"), m.Priority.INPUT)
+
+    def _complete(self, step: _Step, later: Sequence[_Step]) -> None:
+        by_seq = {s.order.seq: s for s in (step, *later)}
+        while not step.complete:
+            event = self._link.next_event(NO_NEWS_S, f"step {step.order.step}")
+            seq = event.seq if isinstance(event, m.Commit) else event.header.seq
+            target = by_seq.get(seq)
+            if target is None:
+                raise RemoteProtocolError(f"news of step order {seq}, which is not running")
+            if isinstance(event, m.Commit):
+                target.commit = event
+            else:
+                target.losses[event.header.microbatch_index] = _scalar(event)
+
+
+def _scalar(event: Received) -> float:
+    kinds: dict[str, Any] = {"float32": np.float32, "float64": np.float64, "float16": np.float16}
+    header = event.header
+    if header.kind != "output" or header.shape != () or header.dtype not in (*kinds, "bfloat16"):
+        raise FusionError(
+            f"stage {event.stage_index} sent {header.kind} {header.dtype}{list(header.shape)}, not a loss"
+        )
+    if header.dtype == "bfloat16":
+        return float((np.frombuffer(event.payload, np.uint16).astype(np.uint32) << 16).view(np.float32)[0])
+    return float(np.frombuffer(event.payload, kinds[header.dtype])[0])

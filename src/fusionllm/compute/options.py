@@ -1,0 +1,60 @@
+"""How a stage computes and how parameters change, as data. Needs no tensor framework."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+
+class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a stage computes.
+
+    Attributes:
+        precision: ``float32``, or ``bfloat16`` for autocast with float32 weights.
+        recompute: keep only a stage's inputs, run its forward again in the backward.
+        tied: ``step`` or ``microbatch``: how often tied gradients are exchanged.
+        num_threads: of torch on a CPU.
+    """
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    recompute: bool = False
+    seed: int = 0
+    num_threads: int = 1
+    device: str = "cpu"
+    tied: Literal["step", "microbatch"] = "step"
+
+
+class OptimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How parameters change.
+
+    Attributes:
+        name: ``adamw`` or ``sgd``, as in torch.optim. momentum: of sgd.
+        schedule: of the learning rate after ``warmup_steps`` of linear warm-up: ``constant``, ``cosine`` or ``linear``
+            down to ``min_lr_ratio`` of ``lr``.
+        clip_norm: limit of the global gradient norm over all stages, 0: none.
+    """
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.0
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+    clip_norm: float = 0.0
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Learning rate of ``step`` (from 0) in a run of ``num_steps``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    done = min(1.0, max(0.0, done))
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
