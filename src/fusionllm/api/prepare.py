@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +60,24 @@ def prepare(
     """
     if num_threads:
         torch.set_num_threads(num_threads)
-    config, dataset, source = open_model(config, base_dir, module, obj)
-    first = dataset.microbatches(0, global_batch=2, microbatch_size=2)[0]
-    example = {name: torch.from_numpy(array) for name, array in first.items()}
-    captured = capture_module(source.module, example, mode="train")
+    with _no_collection():
+        config, dataset, source = open_model(config, base_dir, module, obj)
+        first = dataset.microbatches(0, global_batch=2, microbatch_size=2)[0]
+        example = {name: torch.from_numpy(array) for name, array in first.items()}
+        captured = capture_module(source.module, example, mode="train")
     return Job(config, dataset, source, captured, captured.graph.content_hash())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector, which takes a tenth of the time while all that is made is kept."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def open_model(

@@ -65,6 +65,11 @@ class Broker:
         self._server.close()
         await self._server.wait_closed()
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that have joined and listen."""
+        return sum(member.role == "node" and bool(member.port) for member in self._membership.members.values())
+
     # one machine
 
     async def _handle(self, channel: ControlChannel) -> None:

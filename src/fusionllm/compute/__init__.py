@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 #: name -> where its stage class is. A new backend is a class with TorchStage's methods and one line here.
 BACKENDS = {"torch": "fusionllm.compute.stage:TorchStage"}
 
-__all__ = ["BACKENDS", "ComputeOptions", "OptimConfig", "learning_rate", "load_backend"]
+__all__ = ["BACKENDS", "ComputeOptions", "OptimConfig", "learning_rate", "load_backend", "warm_up"]
+
+
+def warm_up(name: str) -> None:
+    """Import what a first step would, so that it does not have to wait for it."""
+    load_backend(name).warm_up()
 
 
 def load_backend(name: str) -> type[TorchStage]:

@@ -65,6 +65,11 @@ class TorchStage:
         self._dtypes = {i: getattr(torch, specs[i].dtype) for i in (*graph.outputs, *graph.send)}
         self._loss_id = graph.outputs[0] if graph.outputs else None
 
+    @staticmethod
+    def warm_up() -> None:
+        """Make torch load what it loads late: its optimizers bring in its compiler."""
+        torch.optim.SGD([torch.zeros(1)], lr=1.0).zero_grad()
+
     # weights
 
     def load(self, name: str, tensor: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from fusionllm.compute import warm_up
 from fusionllm.errors import AdmissionError, FusionError, LinkClosed, LinkError, RemoteProtocolError
 from fusionllm.node.join import default_name, expect_peers, join_broker, reach_peers
 from fusionllm.node.worker import Arrival, Committed, Connected, StageWorker, Stop
@@ -32,6 +33,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "0.0.0.0"
     port: int = 0
     advertise: str = ""
+    backend: str = "torch"
 
 
 class NodeAgent:
@@ -54,6 +56,7 @@ class NodeAgent:
                 self.name, identity, on_message=self._on_message, on_peer_lost=self._on_peer_lost, admit=self._admit
             )
             try:
+                await self._loop.run_in_executor(None, warm_up, self.config.backend)
                 _, port = await self._endpoint.listen(self.config.host, self.config.port)
                 await channel.send(m.Listening(host=self.config.advertise, port=port))
                 log.info("joined; listening for tensors on port %d", port)
