@@ -97,6 +97,7 @@ class ClusterTable(_Table, frozen=True, kw_only=True):
         fences: sizes of the groups of local nodes, e.g. ``[2, 2]``; empty: one fence.
         slow_link: what stands between the fences (emulated).
         threads: of compute per node, 0: the machine's cores shared out among local nodes.
+        device: of local nodes: ``auto``, ``cpu``, ``cuda``, ...; a machine that joins chooses its own.
         join_timeout_s, stall_s: how long to wait for nodes, and before a wait is reported.
     """
 
@@ -106,6 +107,7 @@ class ClusterTable(_Table, frozen=True, kw_only=True):
     fences: tuple[int, ...] = ()
     slow_link: SlowLink = SlowLink()
     threads: int = 0
+    device: str = "auto"
     join_timeout_s: float = 300.0
     stall_s: float = 60.0
 

@@ -33,8 +33,8 @@ class LocalCluster:
         log_folder: where each node's log goes, ``node0.log`` and so on.
     """
 
-    def __init__(self, fences: Sequence[str], log_folder: Path, threads: int) -> None:
-        self._fences, self._log_folder, self._threads = fences, log_folder, threads
+    def __init__(self, fences: Sequence[str], log_folder: Path, threads: int, device: str) -> None:
+        self._fences, self._log_folder, self._threads, self._device = fences, log_folder, threads, device
         self._processes: list[subprocess.Popen[bytes]] = []
         self._loop = LoopThread("broker")
         self._broker = Broker()
@@ -63,7 +63,7 @@ class LocalCluster:
         }  # fmt: skip
         command = [
             sys.executable, "-m", "fusionllm.cli.main", "join", "--parent-pipe",
-            "--name", f"node{index}", "--fence", fence, "--host", "127.0.0.1",
+            "--name", f"node{index}", "--fence", fence, "--host", "127.0.0.1", "--device", self._device,
         ]  # fmt: skip
         with (self._log_folder / f"node{index}.log").open("ab") as log_file:
             return subprocess.Popen(

@@ -133,7 +133,9 @@ class Run:
     def _start_cluster(self, run_dir: RunDir, stack: ExitStack) -> tuple[LocalCluster | None, m.Ticket]:
         if self._config.cluster.broker:
             return None, m.parse_ticket(self._config.cluster.broker)
-        cluster = LocalCluster(self._config.fence_names(), run_dir.path / "logs", self._threads())
+        cluster = LocalCluster(
+            self._config.fence_names(), run_dir.path / "logs", self._threads(), self._config.cluster.device
+        )
         stack.callback(cluster.close)
         return cluster, cluster.start()
 

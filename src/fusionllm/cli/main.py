@@ -150,13 +150,14 @@ def join(
     host: Annotated[str, typer.Option(help="Address to listen on for tensors.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on for tensors; 0 for any.")] = 0,
     advertise: Annotated[str, typer.Option(help="Host name others reach this machine under.")] = "",
+    device: Annotated[str, typer.Option(help="What to compute on: auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto",
     parent_pipe: Annotated[bool, typer.Option("--parent-pipe", hidden=True)] = False,
 ) -> None:
     """Lend this machine: run stages for the broker of TICKET until Ctrl-C. Only listed operators are executed.
 
     Example:
 
-      fusionllm join fusion1:HOST:PORT:FINGERPRINT:TOKEN --fence lab1
+      fusionllm join fusion1:HOST:PORT:FINGERPRINT:TOKEN --fence lab1 --device cuda:0
     """
 
     def work() -> None:
@@ -168,7 +169,13 @@ def join(
         from fusionllm.telemetry.log import configure_logging
 
         config = NodeConfig(
-            ticket=parse_ticket(ticket), name=name, fence=fence, host=host, port=port, advertise=advertise
+            ticket=parse_ticket(ticket),
+            name=name,
+            fence=fence,
+            host=host,
+            port=port,
+            advertise=advertise,
+            device=device,
         )
         agent = NodeAgent(config)
         configure_logging(agent.name)

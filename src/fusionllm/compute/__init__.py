@@ -19,9 +19,16 @@ BACKENDS = {"torch": "fusionllm.compute.stage:TorchStage"}
 __all__ = ["BACKENDS", "ComputeOptions", "OptimConfig", "learning_rate", "load_backend", "warm_up"]
 
 
-def warm_up(name: str) -> None:
-    """Import what a first step would, so that it does not have to wait for it."""
-    load_backend(name).warm_up()
+def warm_up(name: str, device: str) -> str:
+    """Import what a first step would, so that it does not have to wait for it.
+
+    Returns:
+        The device a stage is to be made for: ``device`` itself, or what ``auto`` came to.
+
+    Raises:
+        UserError: this machine has no such device; names those it has.
+    """
+    return load_backend(name).warm_up(device)
 
 
 def load_backend(name: str) -> type[TorchStage]:

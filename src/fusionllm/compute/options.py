@@ -22,7 +22,6 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     recompute: bool = False
     seed: int = 0
     num_threads: int = 1
-    device: str = "cpu"
     tied: Literal["step", "microbatch"] = "step"
 
 

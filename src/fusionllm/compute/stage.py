@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from fusionllm.compute.device import choose_device
 from fusionllm.compute.interpreter import Program
 from fusionllm.compute.ops_torch import Context
 from fusionllm.compute.optim import Optimizer
@@ -37,6 +38,7 @@ class TorchStage:
     Args:
         tied_names: parameters that other stages hold too.
         norm_names: parameters this stage counts in the global norm; None: all.
+        device: as `compute.device` names it; the node's choice, not the job's.
     """
 
     def __init__(
@@ -47,10 +49,11 @@ class TorchStage:
         num_steps: int,
         tied_names: Sequence[str] = (),
         norm_names: Sequence[str] | None = None,
+        device: str = "cpu",
     ) -> None:
         self.graph, self.options = graph, options
         self._optim_config, self._num_steps = optim, num_steps
-        self._device = torch.device(options.device)
+        self._device = torch.device(device)
         if self._device.type == "cpu" and torch.get_num_threads() != options.num_threads:
             torch.set_num_threads(options.num_threads)
         self._program = Program(graph, self._device)
@@ -66,9 +69,11 @@ class TorchStage:
         self._loss_id = graph.outputs[0] if graph.outputs else None
 
     @staticmethod
-    def warm_up() -> None:
-        """Make torch load what it loads late: its optimizers bring in its compiler."""
-        torch.optim.SGD([torch.zeros(1)], lr=1.0).zero_grad()
+    def warm_up(device: str) -> str:
+        """Make torch load what it loads late: its optimizers bring in its compiler. Returns the device chosen."""
+        chosen = choose_device(device)
+        torch.optim.SGD([torch.zeros(1, device=chosen)], lr=1.0).zero_grad()
+        return chosen
 
     # weights
 

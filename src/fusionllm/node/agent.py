@@ -25,7 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``host``: where to listen for tensors. ``advertise``: its name for others; empty: as the broker sees it."""
+    """How a node joins.
+
+    Attributes:
+        host: where to listen for tensors. advertise: its name for others; empty: as the broker sees it.
+        device: ``auto``, a kind such as ``cuda``, or one such as ``cuda:1``.
+    """
 
     ticket: m.Ticket
     name: str = ""
@@ -34,6 +39,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     advertise: str = ""
     backend: str = "torch"
+    device: str = "auto"
 
 
 class NodeAgent:
@@ -56,10 +62,11 @@ class NodeAgent:
                 self.name, identity, on_message=self._on_message, on_peer_lost=self._on_peer_lost, admit=self._admit
             )
             try:
-                await self._loop.run_in_executor(None, warm_up, self.config.backend)
+                config = self.config
+                self._device = await self._loop.run_in_executor(None, warm_up, config.backend, config.device)
                 _, port = await self._endpoint.listen(self.config.host, self.config.port)
                 await channel.send(m.Listening(host=self.config.advertise, port=port))
-                log.info("joined; listening for tensors on port %d", port)
+                log.info("joined; computing on %s, listening for tensors on port %d", self._device, port)
                 await self._serve(channel)
             except asyncio.CancelledError:
                 with contextlib.suppress(Exception):
@@ -95,7 +102,7 @@ class NodeAgent:
     def _begin(self, assign: m.Assign) -> None:
         self._stop_worker()
         try:
-            worker = StageWorker(assign, self._endpoint, self._loop, self._tell)
+            worker = StageWorker(assign, self._endpoint, self._loop, self._tell, self._device)
         except FusionError as error:
             self._tell(m.StageFailed(job=assign.job, stage_index=assign.stage_index, message=str(error)))
             return

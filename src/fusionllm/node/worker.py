@@ -64,10 +64,15 @@ class StageWorker(threading.Thread):
     """
 
     def __init__(
-        self, assign: m.Assign, endpoint: Endpoint, loop: asyncio.AbstractEventLoop, tell: Callable[[Any], None]
+        self,
+        assign: m.Assign,
+        endpoint: Endpoint,
+        loop: asyncio.AbstractEventLoop,
+        tell: Callable[[Any], None],
+        device: str = "cpu",
     ) -> None:
         super().__init__(name=f"stage-{assign.stage_index}", daemon=True)
-        self.assign, self._endpoint, self._loop, self._tell = assign, endpoint, loop, tell
+        self.assign, self._endpoint, self._loop, self._tell, self._device = assign, endpoint, loop, tell, device
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.graph: OpGraph = decode_graph(assign.graph)
         self._specs, self._held = self.graph.specs(), self.graph.held
@@ -149,7 +154,13 @@ class StageWorker(threading.Thread):
             name for name in self.graph.params if assign.tied.get(name, (assign.stage_index,))[0] == assign.stage_index
         ]
         self._stage = load_backend("torch")(
-            self.graph, compute, optim, options.num_steps, tied_names=tuple(assign.tied), norm_names=counted
+            self.graph,
+            compute,
+            optim,
+            options.num_steps,
+            tied_names=tuple(assign.tied),
+            norm_names=counted,
+            device=self._device,
         )
         self._machine = s.StageMachine(
             assign.stage_index,
