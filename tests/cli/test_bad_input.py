@@ -51,6 +51,11 @@ def invoke(*args: str):
         ("[cluster]", "[optimizer]\nname = 'adamx'\n[cluster]", ["'adamx'", "adamw", "sgd"]),
         ("[cluster]", "[cluster]\nstall_s = 0", ["cluster.stall_s is 0", "at least 1"]),
         ("n_layer = 1", "n_layers = 1", ["n_layers", "n_layer"]),
+        ("[cluster]", "[compression]\nforward = 'int9'\n[cluster]", ["compression.forward", "int9", "int8"]),
+        ("[cluster]", "[compression]\nforward = 'tangent(int8)'\n[cluster]", ["tangent(int8)", "gradients"]),
+        ("[cluster]", "[compression]\nbackward = 'ef(int8)'\n[cluster]", ["ef(int8)", "replicas"]),
+        ("[cluster]", "[compression]\nlinks = 'fast'\n[cluster]", ["'fast'", "slow", "all"]),
+        ("[cluster]", "[compression]\ndense_last = 2\n[cluster]", ["compression.dense_last", "2"]),
     ],
 )
 def test_a_bad_run_file_is_refused(old, new, words, tmp_path):
@@ -180,7 +185,7 @@ def test_flags_are_frozen():
     flags = {
         "train": {"nodes", "name", "broker", "resume", "sets", "as_json", "run_toml"},
         "broker": {"host", "port", "advertise", "token_hours", "as_json"},
-        "join": {"ticket", "name", "fence", "host", "port", "advertise", "parent_pipe"},
+        "join": {"ticket", "name", "fence", "host", "port", "advertise", "device", "parent_pipe"},
         "graph": {"model", "batch", "seq_len", "sets", "as_json", "dot", "text"},
         "export": {"run", "folder", "step", "as_json"},
     }

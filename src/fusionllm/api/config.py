@@ -20,6 +20,7 @@ import tomli_w
 from fusionllm.capture.options import ModelConfig
 from fusionllm.compute import OptimConfig
 from fusionllm.errors import UserError
+from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLink, LinkShape, parse_ticket
 from fusionllm.schedule.partition import PARTITIONERS
 from fusionllm.schedule.pipeline import PIPELINES, check_microbatches
@@ -81,6 +82,21 @@ class TrainTable(_Table, frozen=True, kw_only=True):
     prefetch: int = 2
 
 
+class CompressionTable(_Table, frozen=True, kw_only=True):
+    """What links do to what crosses them. Codecs are written as in docs/codecs.md, e.g. ``tangent(hadamard:bits=2)``.
+
+    Attributes:
+        forward: codec of activations. backward: of their gradients.
+        links: ``slow``: between fences; ``all``.
+        dense_last: share of the last steps that travel dense, so that the model is good without the codecs.
+    """
+
+    forward: str = "identity"
+    backward: str = "identity"
+    links: Literal["slow", "all"] = "slow"
+    dense_last: float = 0.0
+
+
 class SlowLink(_Table, frozen=True, kw_only=True):
     """An emulated link between fences, e.g. ``bandwidth = "100 Mbps"``, ``latency = "20 ms"``."""
 
@@ -129,12 +145,18 @@ class RunConfig(_Table, frozen=True, kw_only=True):
     data: DataConfig = DataConfig()
     train: TrainTable = TrainTable()
     optimizer: OptimConfig = OptimConfig()
+    compression: CompressionTable = CompressionTable()
     cluster: ClusterTable = ClusterTable()
     output: OutputTable = OutputTable()
 
     @property
     def num_microbatches(self) -> int:
         return -(-self.train.global_batch // self.train.microbatch_size)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether some link of the run may send something else than dense tensors."""
+        return {self.compression.forward, self.compression.backward} != {str(IDENTITY)}
 
     def fence_names(self) -> list[str]:
         """Fence of each local node."""
@@ -309,5 +331,22 @@ def _check_values(config: RunConfig) -> None:
         raise UserError(
             f"cluster.fences {list(cluster.fences)} adds up to {sum(cluster.fences)}, cluster.nodes is {cluster.nodes}"
         )
+    _check_compression(config.compression)
     config.fence_links()
     check_microbatches(cluster.nodes, config.num_microbatches)
+
+
+def _check_compression(table: CompressionTable) -> None:
+    if not 0 <= table.dense_last <= 1:
+        raise UserError(f"compression.dense_last is {table.dense_last}; it is a share of the steps, from 0 to 1")
+    for name, text in (("forward", table.forward), ("backward", table.backward)):
+        try:
+            spec = parse_codec(text)
+        except UserError as error:
+            raise UserError(f"compression.{name} = {text!r}: {error}") from None
+        if spec.for_replicas:
+            raise UserError(
+                f"compression.{name} is {text!r}, which is for gradients summed over replicas, not for links"
+            )
+        if name == "forward" and spec.needs_reference:
+            raise UserError(f"compression.forward is {text!r}, which is for gradients; see docs/codecs.md")

@@ -175,6 +175,11 @@ class Run:
                     tied=config.train.tied,  # type: ignore[arg-type]
                 )
             ),
+            compression=m.Compression(
+                forward=config.compression.forward,
+                backward=config.compression.backward,
+                links=config.compression.links,
+            ),
             fence_links=config.fence_links(),
             owner_fence=config.fence_names()[0] if not config.cluster.broker else "",
             stall_s=config.cluster.stall_s,

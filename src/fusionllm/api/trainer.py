@@ -62,6 +62,7 @@ class Trainer:
         self._config, self._dataset, self._link, self._planned = config, dataset, link, planned
         self._stop_wanted = stop_wanted
         self._seq = 0
+        self._first_dense = round(config.train.steps * (1 - config.compression.dense_last))
         self._link_bytes: dict[str, int] = {}
 
     # weights
@@ -113,7 +114,7 @@ class Trainer:
                 batches = self._dataset.microbatches(
                     next_step, global_batch=train.global_batch, microbatch_size=train.microbatch_size
                 )
-                running.append(self._order(next_step, batches, train=True))
+                running.append(self._order(next_step, batches, train=True, dense=next_step >= self._first_dense))
                 next_step += 1
             if not running:
                 return
@@ -136,26 +137,37 @@ class Trainer:
             started, self._link_bytes = now, link_bytes
 
     def evaluate(self, step: int) -> ValMetrics | None:
-        """Mean loss over the validation rows, nothing changed; None when there are none."""
-        train = self._config.train
+        """Mean loss over the validation rows, nothing changed; None when there are none.
+
+        Links send dense, so that it is the loss of the model by itself; where they have codecs, once more with those.
+        """
         started = time.perf_counter()
-        limit = train.eval_batches or None
-        batches = list(self._dataset.val_batches(train.microbatch_size, limit))
+        batches = list(
+            self._dataset.val_batches(self._config.train.microbatch_size, self._config.train.eval_batches or None)
+        )
         if not batches:
             return None
-        loss = rows = tokens = 0.0
+        loss, tokens = self._mean_loss(step, batches, dense=True)
+        coded_loss = self._mean_loss(step, batches, dense=False)[0] if self._config.compresses else None
+        seconds = time.perf_counter() - started
+        return ValMetrics(step=step, loss=loss, coded_loss=coded_loss, tokens=tokens, seconds=seconds)
+
+    def _mean_loss(self, step: int, batches: Sequence[dict[str, np.ndarray]], *, dense: bool) -> tuple[float, int]:
+        """(mean loss over the rows, tokens looked at)."""
+        loss = 0.0
+        rows = tokens = 0
         width = self._config.num_microbatches
         for start in range(0, len(batches), width):
-            one = self._order(step, batches[start : start + width], train=False)
+            one = self._order(step, list(batches[start : start + width]), train=False, dense=dense)
             self._complete(one, [])
             loss += one.loss * sum(one.order.rows)
             rows += sum(one.order.rows)
             tokens += one.num_tokens
-        return ValMetrics(step=step, loss=loss / rows, tokens=int(tokens), seconds=time.perf_counter() - started)
+        return loss / rows, tokens
 
-    def _order(self, step: int, batches: list[dict[str, np.ndarray]], *, train: bool) -> _Step:
+    def _order(self, step: int, batches: list[dict[str, np.ndarray]], *, train: bool, dense: bool = False) -> _Step:
         rows = tuple(len(next(iter(batch.values()))) for batch in batches)
-        order = m.StepOrder(seq=self._seq, step=step, rows=rows, train=train)
+        order = m.StepOrder(seq=self._seq, step=step, rows=rows, train=train, dense=dense)
         self._seq += 1
         payload = m.encode_message(order)
         for stage_index in range(self._planned.plan.num_stages):

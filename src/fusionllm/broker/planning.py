@@ -8,11 +8,12 @@ import msgspec
 
 from fusionllm.errors import PlanError
 from fusionllm.estimate.flops import anchored_flops, graph_costs
+from fusionllm.ir.codec import IDENTITY
 from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan, StagePlan, tied_params
 from fusionllm.protocol.membership import Member
-from fusionllm.protocol.messages import Assign, JobOptions, LinkShape, Peer, Planned
+from fusionllm.protocol.messages import Assign, Compression, JobOptions, LinkCodecs, LinkShape, Peer, Planned
 from fusionllm.schedule.partition import partition_graph
 
 
@@ -56,6 +57,7 @@ def plan_job(job: str, graph: OpGraph, options: JobOptions, nodes: Sequence[Memb
             tied={name: holders for name, holders in tied.items() if i in holders},
             peers={m.name: _peer(m, node, options, owner) for m in (*nodes, owner) if m.name != node.name},
             options=options,
+            codecs=_link_codecs(i, nodes, options.compression),
         )
         for i, (node, stage) in enumerate(zip(nodes, stages))
     }
@@ -67,6 +69,19 @@ def plan_job(job: str, graph: OpGraph, options: JobOptions, nodes: Sequence[Memb
         peers={m.name: _peer(m, owner, options, owner) for m in nodes},
     )
     return PlannedJob(planned, assignments)
+
+
+def _link_codecs(stage_index: int, nodes: Sequence[Member], compression: Compression) -> dict[int, LinkCodecs]:
+    """The codecs of a stage's links with the others, where the job wants any."""
+    codecs = LinkCodecs(compression.forward, compression.backward)
+    if codecs == LinkCodecs(str(IDENTITY), str(IDENTITY)):
+        return {}
+    fence = nodes[stage_index].fence
+    return {
+        other: codecs
+        for other, node in enumerate(nodes)
+        if other != stage_index and (compression.links == "all" or node.fence != fence)
+    }
 
 
 def _stage_plan(index: int, node: Member, stage: OpGraph, symbols: dict[str, int], edges: list[int]) -> StagePlan:

@@ -81,6 +81,11 @@ class CodecSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.format.needs_reference or (self.inner is not None and self.inner.needs_reference)
 
     @property
+    def for_replicas(self) -> bool:
+        """True for a codec of sums over time, wrong for what crosses a cut."""
+        return self.format.for_replicas or (self.inner is not None and self.inner.for_replicas)
+
+    @property
     def core(self) -> CodecSpec:
         """The innermost codec: what the wrappers wrap."""
         return self if self.inner is None else self.inner.core

@@ -57,10 +57,13 @@ class Format:
     """What the planner and the wire must know of a codec.
 
     Attributes:
-        wire_id: its number in the envelope. size: bytes of a payload, exact or (``exact_size`` False) the
-        most; a wrapper's own bytes, without the inner. parameters: in the order of the text form. wraps: it
-        is made of another codec. lossless: it loses nothing itself. needs_reference: its gradient leans on
-        the forward message. expected: bytes to count on average, where ``size`` is only a bound.
+        wire_id: its number in the envelope.
+        size: bytes of a payload, exact or (``exact_size`` False) the most; a wrapper's own bytes, without the inner.
+        parameters: in the order of the text form.
+        wraps: it is made of another codec. lossless: it loses nothing itself.
+        needs_reference: its gradient leans on the forward message.
+        for_replicas: right only for what is summed over time, as gradients between replicas are.
+        expected: bytes to count on average, where ``size`` is only a bound.
     """
 
     wire_id: int
@@ -70,6 +73,7 @@ class Format:
     lossless: bool = False
     exact_size: bool = True
     needs_reference: bool = False
+    for_replicas: bool = False
     expected: Callable[[Values, Shape], float] | None = None
 
 
@@ -246,8 +250,8 @@ FORMATS: dict[str, Format] = {
     "topk-paper": Format(8, _topk_paper, {"ratio": _RATIO}),
     "same-mask": Format(9, _same_mask, {"ratio": _RATIO, "scope": _SCOPE, "values": _VALUES}, needs_reference=True),
     "randomk": Format(10, _randomk, {"ratio": _RATIO, "values": _VALUES}),
-    "powersgd": Format(11, _powersgd, {"rank": Parameter(4, 1, 4096)}),
-    "ef": Format(12, lambda value, shape, dtype: 0, wraps=True),
+    "powersgd": Format(11, _powersgd, {"rank": Parameter(4, 1, 4096)}, for_replicas=True),
+    "ef": Format(12, lambda value, shape, dtype: 0, wraps=True, for_replicas=True),
     "zstd": Format(
         13,
         lambda value, shape, dtype: 1,

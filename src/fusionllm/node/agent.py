@@ -158,7 +158,7 @@ class NodeAgent:
             raise RemoteProtocolError(f"{peer} sent a tensor while no job runs here")
         header = m.decode_header(bytes(meta))
         if header.job == worker.assign.job:
-            worker.admit(self._stage_of[peer], header, num_bytes)
+            worker.door.admit(self._stage_of[peer], header, num_bytes)
 
     def _on_message(self, peer: str, meta: bytes, payload: bytearray) -> None:
         worker = self._worker

@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from fusionllm.compute import ComputeOptions, OptimConfig, load_backend
-from fusionllm.compute.wire import dtype_name, tensor_from_buffer, tensor_to_bytes
-from fusionllm.errors import FusionError, GraphError, RemoteProtocolError
+from fusionllm.compute.wire import dtype_name
+from fusionllm.errors import FusionError, RemoteProtocolError
 from fusionllm.ir.graph import OpGraph, decode_graph
 from fusionllm.ir.program import StageProgram
-from fusionllm.ir.tensor import TensorSpec, bind_batch
+from fusionllm.node.codecs import StageCodecs
+from fusionllm.node.door import Door
 from fusionllm.protocol import messages as m
 from fusionllm.protocol import stage as s
 from fusionllm.schedule.pipeline import PIPELINES, forward_only
@@ -75,8 +76,10 @@ class StageWorker(threading.Thread):
         self.assign, self._endpoint, self._loop, self._tell, self._device = assign, endpoint, loop, tell, device
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.graph: OpGraph = decode_graph(assign.graph)
-        self._specs, self._held = self.graph.specs(), self.graph.held
-        self._float = frozenset(v for v in (*assign.producers, *assign.consumers) if self._specs[v].is_float)
+        self.door = Door(assign, self.graph)
+        self._codecs = StageCodecs(assign.codecs)
+        specs = self.graph.specs()
+        self._float = frozenset(v for v in (*assign.producers, *assign.consumers) if specs[v].is_float)
         self._tensors: dict[s.Slot, Any] = {}
         self._outs: dict[tuple[int, int], dict[str, Any]] = {}
         self._grads: dict[tuple[int, int], dict[str, Any]] = {}
@@ -84,44 +87,6 @@ class StageWorker(threading.Thread):
         self._optimizer: dict[str, Any] = {}
         self._done_seq = -1
         self._connected = self._ready = self._stopped = False
-
-    # what may come in (called in the loop thread, before a buffer is allocated)
-
-    def admit(self, source: int, header: m.TensorHeader, num_bytes: int) -> None:
-        """Check a header against the graph. Raises RemoteProtocolError."""
-        if header.kind in ("step", "fetch"):
-            if source != s.OWNER or num_bytes > 1 << 20:
-                raise RemoteProtocolError(f"a {header.kind} message of {num_bytes} bytes from {source}")
-            return
-        spec = self._spec_of(header)
-        try:
-            symbols = bind_batch(spec.shape, header.shape, self.graph.symbols)
-            fits = spec.dtype == header.dtype and spec.concrete(symbols) == header.shape
-        except GraphError:
-            fits = False
-        limit = self.assign.options.microbatch_size
-        if not fits or any(size > limit for size in symbols.values()):
-            raise RemoteProtocolError(
-                f"{header.kind} {header.key!r} is {header.dtype}{list(header.shape)}, "
-                f"expected {spec}, rows up to {limit}"
-            )
-        if header.codec != "identity" or num_bytes != spec.num_bytes(symbols):
-            raise RemoteProtocolError(f"{header.kind} {header.key!r}: {num_bytes} bytes, codec {header.codec!r}")
-
-    def _spec_of(self, header: m.TensorHeader) -> TensorSpec:
-        if header.kind in ("input", "activation", "gradient") and header.key in self._specs:
-            return self._specs[header.key]
-        if header.kind == "weight" and header.key in self._held:
-            return self._held[header.key].spec
-        if header.kind == "optimizer" and (name := header.key.partition("/")[2]) in self.graph.params:
-            spec = self.graph.params[name].spec
-            return msgspec.structs.replace(spec, shape=()) if header.key.startswith("step/") else spec
-        if header.kind == "tied" and header.key in self.assign.tied and header.shape:
-            spec = self.graph.params[header.key].spec
-            if not 1 <= header.shape[0] <= self.assign.options.num_microbatches:
-                raise RemoteProtocolError(f"tied gradient of {header.shape[0]} microbatches")
-            return msgspec.structs.replace(spec, shape=(header.shape[0], *spec.shape))
-        raise RemoteProtocolError(f"nobody here asked for {header.kind} {header.key!r}")
 
     # the thread
 
@@ -210,7 +175,7 @@ class StageWorker(threading.Thread):
             self._fetches.append(header)
             self._answer_fetches()
             return
-        tensor = tensor_from_buffer(event.payload, header.dtype, header.shape)
+        tensor = self._codecs.decode(event.source, header, event.payload)
         if header.kind == "optimizer":
             self._optimizer[header.key] = tensor
         elif header.kind == "weight":
@@ -247,7 +212,7 @@ class StageWorker(threading.Thread):
         if isinstance(command, s.SendGradients):
             for value, gradient in self._grads.pop((order.seq, command.microbatch_index)).items():
                 stage = self.assign.producers[value]
-                self._send(stage, "gradient", order.seq, command.microbatch_index, value, gradient)
+                self._send(stage, "gradient", order.seq, command.microbatch_index, value, gradient, dense=order.dense)
             return False
         if isinstance(command, s.SendTied):
             for name, gradient in self._stage.tied_gradients().items():
@@ -266,10 +231,14 @@ class StageWorker(threading.Thread):
             return True
         elif isinstance(command, s.Update):
             self._stage.update(order.step, command.total_norm)
-            self._done_seq = order.seq
+            self._finish(order)
         else:
-            self._done_seq = order.seq
+            self._finish(order)
         return True
+
+    def _finish(self, order: m.StepOrder) -> None:
+        self._done_seq = order.seq
+        self._codecs.finish(order.seq)
 
     def _backward(self, command: s.Backward) -> None:
         gradients: dict[str, Any] = {}
@@ -283,7 +252,7 @@ class StageWorker(threading.Thread):
         outs = self._outs.pop((order.seq, microbatch_index))
         for value, stages in self.assign.consumers.items():
             for stage in stages:
-                self._send(stage, "activation", order.seq, microbatch_index, value, outs[value])
+                self._send(stage, "activation", order.seq, microbatch_index, value, outs[value], dense=order.dense)
         for value in self.graph.outputs[:1]:
             self._send(s.OWNER, "output", order.seq, microbatch_index, value, outs[value])
 
@@ -325,11 +294,17 @@ class StageWorker(threading.Thread):
         key: str,
         tensor: Any,
         priority: m.Priority = m.Priority.VALUE,
+        *,
+        dense: bool = False,
     ) -> None:
         peer = self.assign.owner if stage == s.OWNER else self.assign.stage_nodes[stage]
-        dtype, shape = ("uint8", (0,)) if tensor is None else (dtype_name(tensor), tuple(tensor.shape))
-        header = m.TensorHeader(kind, self.assign.job, seq, microbatch_index, key, dtype, shape)
-        payload = b"" if tensor is None else tensor_to_bytes(tensor)
+        if tensor is None:
+            header = m.TensorHeader(kind, self.assign.job, seq, microbatch_index, key, "uint8", (0,))
+            payload: list[Any] = []
+        else:
+            codec, payload = self._codecs.encode(kind, stage, seq, microbatch_index, key, tensor, dense=dense)
+            shape = tuple(tensor.shape)
+            header = m.TensorHeader(kind, self.assign.job, seq, microbatch_index, key, dtype_name(tensor), shape, codec)
         future = asyncio.run_coroutine_threadsafe(
             self._endpoint.send(peer, m.encode_message(header), payload, priority), self._loop
         )

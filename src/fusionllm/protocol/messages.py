@@ -71,6 +71,26 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     shape: LinkShape | None = None
 
 
+class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What links do to what crosses them: codecs as `ir.codec` writes them.
+
+    Attributes:
+        forward: of activations. backward: of their gradients.
+        links: ``slow`` for those between fences, ``all``.
+    """
+
+    forward: str = "identity"
+    backward: str = "identity"
+    links: Literal["slow", "all"] = "slow"
+
+
+class LinkCodecs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The codecs of the link between two stages: of the values that go forward, of the gradients that come back."""
+
+    forward: str
+    backward: str
+
+
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the broker needs to plan, and what it passes on unread (``optim``, ``compute``: JSON of their room)."""
 
@@ -82,6 +102,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_steps: int
     optim: bytes
     compute: bytes
+    compression: Compression = Compression()
     fence_links: tuple[FenceLink, ...] = ()
     owner_fence: str = ""
     stall_s: float = 60.0
@@ -167,7 +188,12 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 
 class Assign(_Message, frozen=True, kw_only=True):
-    """A stage for a node: everything it needs but the weights, which the owner sends."""
+    """A stage for a node: everything it needs but the weights, which the owner sends.
+
+    Attributes:
+        producers, consumers: value id -> the stage that makes it, the stages that want it.
+        codecs: other stage -> codecs of the link with it, where that is not dense.
+    """
 
     job: str
     stage_index: int
@@ -179,6 +205,7 @@ class Assign(_Message, frozen=True, kw_only=True):
     tied: dict[str, tuple[int, ...]]
     peers: dict[str, Peer]
     options: JobOptions
+    codecs: dict[int, LinkCodecs] = {}
 
 
 class Planned(_Message, frozen=True, kw_only=True):
@@ -264,12 +291,14 @@ class StepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step: index of the training step from 0 (it seeds dropout and sets the learning rate).
         rows: rows of each microbatch; a last short batch has fewer or smaller ones.
         train: False for an evaluation step: forward only, nothing changes.
+        dense: every message of the step is sent dense, whatever the links' codecs are.
     """
 
     seq: int
     step: int
     rows: tuple[int, ...]
     train: bool = True
+    dense: bool = False
 
 
 class Ticket(msgspec.Struct, frozen=True):

@@ -1,7 +1,6 @@
 """What a run tells about itself: frozen events, one JSON object a line.
 
-An event carries its own times as plain seconds; nothing here reads a clock. Knows no file and no sink. On the
-path,
+An event carries its own times as plain seconds; nothing here reads a clock. Knows no file and no sink. On the path,
 aside: run -> **event** -> sinks (metrics.jsonl, TensorBoard, memory) -> loss curve and summary.
 
 ``step`` counts completed steps: the first training step gives an event with step 1, and a checkpoint of step
@@ -49,13 +48,15 @@ class ValMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         step: steps completed when it was run; 0 for one before training.
-        loss: mean loss over the validation tokens, nats.
+        loss: mean loss over the validation tokens, nats; of the model by itself, links dense.
+        coded_loss: the same through the links' codecs; None where there are none.
         tokens: tokens looked at.
         seconds: wall time of the validation.
     """
 
     step: int
     loss: float
+    coded_loss: float | None = None
     tokens: int = 0
     seconds: float = 0.0
 
@@ -84,7 +85,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 Event = StepMetrics | ValMetrics | Note
 
-_FLOATS = ("loss", "lr", "grad_norm", "seconds", "elapsed_s", "tokens_per_s")
+_FLOATS = ("loss", "coded_loss", "lr", "grad_norm", "seconds", "elapsed_s", "tokens_per_s")
 
 
 def encode_event(event: Event) -> bytes:

@@ -128,6 +128,8 @@ def _scalars(event: StepMetrics | ValMetrics) -> Iterable[tuple[str, float]]:
     if isinstance(event, ValMetrics):
         yield "val/loss", event.loss
         yield "val/perplexity", event.perplexity
+        if event.coded_loss is not None:
+            yield "val/coded_loss", event.coded_loss
         return
     yield "train/loss", event.loss
     yield "train/lr", event.lr

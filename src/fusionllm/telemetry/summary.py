@@ -28,6 +28,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         first_train_loss: of the first step; None without one.
         last_train_loss: of the last step.
         val_loss: of the last validation; None without one.
+        val_coded_loss: the same through the links' codecs; None where there are none.
         val_perplexity: exp(val_loss).
         best_val_loss: lowest of all validations.
         tokens: trained on, over all steps.
@@ -45,6 +46,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     first_train_loss: float | None
     last_train_loss: float | None
     val_loss: float | None
+    val_coded_loss: float | None
     val_perplexity: float | None
     best_val_loss: float | None
     tokens: int
@@ -85,6 +87,7 @@ def build_summary(
         first_train_loss=steps[0].loss if steps else None,
         last_train_loss=steps[-1].loss if steps else None,
         val_loss=validations[-1].loss if validations else None,
+        val_coded_loss=validations[-1].coded_loss if validations else None,
         val_perplexity=validations[-1].perplexity if validations else None,
         best_val_loss=min((event.loss for event in validations), default=None),
         tokens=tokens,

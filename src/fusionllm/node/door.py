@@ -1,0 +1,61 @@
+"""What may come in: every tensor header is checked against the stage before a byte of its payload is kept.
+
+Called in the loop's thread; reads what the assignment says and changes nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fusionllm.errors import GraphError, RemoteProtocolError
+from fusionllm.ir.graph import OpGraph
+from fusionllm.ir.tensor import TensorSpec, bind_batch
+from fusionllm.node.codecs import check_payload
+from fusionllm.protocol import messages as m
+from fusionllm.protocol.stage import OWNER
+
+MAX_ORDER_BYTES = 1 << 20
+
+
+class Door:
+    """Knows which tensors a stage of a job may be sent, by whom, and how large."""
+
+    def __init__(self, assign: m.Assign, graph: OpGraph) -> None:
+        self._assign, self._graph = assign, graph
+        self._specs, self._held = graph.specs(), graph.held
+
+    def admit(self, source: int, header: m.TensorHeader, num_bytes: int) -> None:
+        """Check a header; ``source`` is a stage index or OWNER. Raises RemoteProtocolError."""
+        if header.kind in ("step", "fetch"):
+            if source != OWNER or num_bytes > MAX_ORDER_BYTES:
+                raise RemoteProtocolError(f"a {header.kind} message of {num_bytes} bytes from {source}")
+            return
+        spec = self._spec_of(header)
+        try:
+            symbols = bind_batch(spec.shape, header.shape, self._graph.symbols)
+            fits = spec.dtype == header.dtype and spec.concrete(symbols) == header.shape
+        except GraphError:
+            fits = False
+        limit = self._assign.options.microbatch_size
+        if not fits or any(size > limit for size in symbols.values()):
+            raise RemoteProtocolError(
+                f"{header.kind} {header.key!r} is {header.dtype}{list(header.shape)}, "
+                f"expected {spec}, rows up to {limit}"
+            )
+        check_payload(header, num_bytes, self._assign.codecs.get(source))
+
+    def _spec_of(self, header: m.TensorHeader) -> TensorSpec:
+        graph, assign = self._graph, self._assign
+        if header.kind in ("input", "activation", "gradient") and header.key in self._specs:
+            return self._specs[header.key]
+        if header.kind == "weight" and header.key in self._held:
+            return self._held[header.key].spec
+        if header.kind == "optimizer" and (name := header.key.partition("/")[2]) in graph.params:
+            spec = graph.params[name].spec
+            return msgspec.structs.replace(spec, shape=()) if header.key.startswith("step/") else spec
+        if header.kind == "tied" and header.key in assign.tied and header.shape:
+            spec = graph.params[header.key].spec
+            if not 1 <= header.shape[0] <= assign.options.num_microbatches:
+                raise RemoteProtocolError(f"tied gradient of {header.shape[0]} microbatches")
+            return msgspec.structs.replace(spec, shape=(header.shape[0], *spec.shape))
+        raise RemoteProtocolError(f"nobody here asked for {header.kind} {header.key!r}")

@@ -1,0 +1,113 @@
+"""Codecs between node processes do to a run exactly what `compress` does to the numbers in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusionllm
+from fusionllm import compress
+from fusionllm.api.config import RunConfig, build_config
+from fusionllm.api.prepare import prepare
+from fusionllm.compress.cut import Direction
+from fusionllm.compute import ComputeOptions
+from fusionllm.compute.stage import TorchStage
+from fusionllm.ir.codec import parse_codec
+from fusionllm.ir.cuts import split_graph
+from fusionllm.telemetry.events import StepMetrics
+
+TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
+
+
+def config_of(root: Path, **compression: object) -> RunConfig:
+    return build_config(
+        {
+            "run": {"root": str(root), "seed": 5},
+            "model": {
+                "source": "llama",
+                "config": {
+                    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+                    "num_key_value_heads": 2, "max_position_embeddings": 32,
+                },
+            },
+            "data": {"source": str(TEXT), "seq_len": 32},
+            "train": {"steps": 5, "global_batch": 6, "microbatch_size": 2, "eval_batches": 2},
+            "optimizer": {"lr": 3e-3},
+            "cluster": {"nodes": 2, "threads": 1, "device": "cpu"},
+            "compression": compression,
+            "output": {"sinks": [], "plot": False},
+        }
+    )  # fmt: skip
+
+
+def losses_in_one_process(config: RunConfig, boundaries: list[int]) -> list[float]:
+    """The same run with both stages here, each value and gradient sent through a `Direction`."""
+    job = prepare(config, Path.cwd())
+    options = ComputeOptions(seed=config.run.seed)
+    first, second = (
+        TorchStage(graph, options, config.optimizer, config.train.steps)
+        for graph in split_graph(job.captured.graph, boundaries)
+    )
+    for stage in (first, second):
+        for name in stage.graph.held:
+            stage.load(name, job.captured.tensors[name])
+    (value,) = first.graph.send
+    ways: dict[tuple[str, tuple[int, ...]], Direction] = {}
+
+    def send(text: str, x: torch.Tensor, at_sender: torch.Tensor, at_receiver: torch.Tensor) -> torch.Tensor:
+        way = ways.setdefault((text, tuple(x.shape)), Direction(parse_codec(text), x.shape, "float32"))
+        return way.send(x, compress.Reference(at_sender), compress.Reference(at_receiver))[0]
+
+    losses = []
+    for step in range(config.train.steps):
+        batches = job.dataset.microbatches(step, global_batch=6, microbatch_size=2)
+        weights = [len(b["labels"]) / 6 for b in batches]
+        total = 0.0
+        for index, (batch, weight) in enumerate(zip(batches, weights)):
+            tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+            inputs = [{v.id: tensors[v.id] for v in s.graph.inputs} for s in (first, second)]
+            sent = first.forward(step, index, inputs[0])[value]
+            seen = send(config.compression.forward, sent, sent, sent)
+            loss = second.forward(step, index, {**inputs[1], value: seen})[second.graph.outputs[0]]
+            gradient = second.backward(step, index, {}, weight)[value]
+            back = send(config.compression.backward, gradient, seen, sent)
+            first.backward(step, index, {value: back}, weight)
+            total += float(loss) * weight
+        for stage in (first, second):
+            stage.update(step, 0.0)
+        losses.append(total)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> fusionllm.api.TrainResult:
+    return fusionllm.train(config=config_of(tmp_path_factory.mktemp("dense")))
+
+
+def bytes_between(result: fusionllm.api.TrainResult) -> int:
+    return sum(result.summary.link_bytes[link] for link in ("node0->node1", "node1->node0"))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"), [("hadamard", "tangent(hadamard:bits=2)"), ("klt", "tangent(topk:ratio=8)")]
+)
+def test_links_with_codecs_train_as_one_process_does_through_the_same_codecs(tmp_path, dense, forward, backward):
+    config = config_of(tmp_path, forward=forward, backward=backward, links="all")
+    result = fusionllm.train(config=config)
+    assert result.losses == losses_in_one_process(config, result.plan.boundaries)
+    assert result.losses[1:] != dense.losses[1:] and result.summary.val_coded_loss != result.summary.val_loss
+    assert bytes_between(result) < bytes_between(dense) / 3
+
+
+def test_the_last_steps_travel_dense_when_asked(tmp_path):
+    config = config_of(tmp_path, forward="int8", backward="int8", links="all", dense_last=0.4)
+    steps = [e for e in fusionllm.train(config=config).history if isinstance(e, StepMetrics)]
+    sent = [e.link_bytes["node0->node1"] for e in steps]
+    assert min(sent[3:]) > 2 * max(sent[1:3])
+
+
+def test_links_inside_a_fence_stay_dense_by_default(tmp_path, dense):
+    config = config_of(tmp_path, forward="hadamard", backward="hadamard")
+    assert fusionllm.train(config=config).losses == dense.losses

@@ -1,0 +1,105 @@
+"""A stage's links: what may come in, what travels, what both ends keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusionllm.compute.wire import dtype_name
+from fusionllm.errors import RemoteProtocolError
+from fusionllm.ir.codec import IDENTITY, parse_codec, wire_num_bytes
+from fusionllm.node.codecs import StageCodecs, check_payload
+from fusionllm.protocol.messages import LinkCodecs, TensorHeader
+
+LINK = LinkCodecs("hadamard", "tangent(hadamard:bits=2)")
+
+
+def header(kind: str, tensor: torch.Tensor, codec: str, microbatch_index: int = 0, seq: int = 0) -> TensorHeader:
+    return TensorHeader(kind, "job1", seq, microbatch_index, "v", dtype_name(tensor), tuple(tensor.shape), codec)
+
+
+def carry(sender, receiver, kind, tensor, microbatch_index=0, **more) -> tuple[torch.Tensor, str, int]:
+    """Send from stage 0 to stage 1 or back, through the door."""
+    to, source = (1, 0) if kind == "activation" else (0, 1)
+    codec, payload = sender.encode(kind, to, 0, microbatch_index, "v", tensor, **more)
+    data = bytearray(b"".join(payload))
+    head = header(kind, tensor, codec, microbatch_index)
+    check_payload(head, len(data), LINK)
+    return receiver.decode(source, head, data), codec, len(data)
+
+
+def ends() -> tuple[StageCodecs, StageCodecs]:
+    return StageCodecs({1: LINK}), StageCodecs({0: LINK})
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 5), width=st.sampled_from([8, 64]), order=st.permutations(range(3)))
+def test_gradients_find_their_activation_whatever_the_order_of_microbatches(rows, width, order):
+    first, second = ends()
+    torch.manual_seed(rows)
+    activations = [torch.randn(rows, width) for _ in range(3)]
+    seen = [carry(first, second, "activation", x, i)[0] for i, x in enumerate(activations)]
+    for index in order:
+        gradient = torch.randn(rows, width)
+        decoded, codec, _ = carry(second, first, "gradient", gradient, index)
+        if codec == LINK.backward:  # its component along the activation came through, up to float16
+            kept = (decoded * activations[index]).sum(1)
+            assert torch.allclose(kept, (gradient * seen[index]).sum(1), atol=2e-2 * width)
+
+
+def test_dense_may_step_in_for_any_message():
+    first, second = ends()
+    x = torch.randn(4, 64)
+    y, codec, _ = carry(first, second, "activation", x, dense=True)
+    assert codec == str(IDENTITY) and torch.equal(x, y)
+    broken = torch.full((4, 64), torch.nan)
+    y, codec, _ = carry(first, second, "activation", broken, 1)
+    assert codec == str(IDENTITY) and bool(y.isnan().all())
+    _, codec, num_bytes = carry(first, second, "activation", x, 2)
+    assert codec == "hadamard" and num_bytes == wire_num_bytes(parse_codec("hadamard"), (4, 64), "float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec", "num_bytes", "words"),
+    [
+        ("activation", "identity", 1023, "sent dense"),
+        ("activation", "int8", 264, "this link has hadamard"),
+        ("activation", "hadamard:bits=2", 66, "this link has hadamard"),
+        ("activation", "x" * 10_000, 1, "this link has hadamard"),
+        ("activation", "hadamard", 1 << 40, "takes exactly"),
+        ("gradient", "hadamard", 136, "this link has tangent"),
+        ("weight", "hadamard", 136, "this link has identity"),
+        ("input", "hadamard", 136, "this link has identity"),
+    ],
+)
+def test_a_payload_the_link_does_not_allow_is_refused_by_its_header(kind, codec, num_bytes, words):
+    with pytest.raises(RemoteProtocolError, match=words):
+        check_payload(header(kind, torch.zeros(4, 64), codec), num_bytes, LINK)
+
+
+def test_a_gradient_without_its_activation_is_refused():
+    first, second = ends()
+    carry(first, second, "activation", torch.randn(4, 64))
+    codec, payload = second.encode("gradient", 0, 0, 0, "v", torch.randn(4, 64))
+    data = bytearray(b"".join(payload))
+    first.finish(0)
+    with pytest.raises(RemoteProtocolError, match="without its activation"):
+        first.decode(1, header("gradient", torch.zeros(4, 64), codec), data)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_damaged_payloads_are_refused_or_decoded_to_the_declared_shape(data):
+    first, second = ends()
+    x = torch.randn(4, 64)
+    codec, payload = first.encode("activation", 1, 0, 0, "v", x)
+    raw = bytearray(b"".join(payload))
+    for _ in range(data.draw(st.integers(1, 8))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        y = second.decode(0, header("activation", x, codec), raw)
+    except RemoteProtocolError:
+        return
+    assert y.shape == x.shape and y.dtype == x.dtype
