@@ -18,6 +18,7 @@ BENCHMARKS = {
     "session": "benchmarks.session",
     "startup": "benchmarks.startup",
     "codecs": "benchmarks.codecs",
+    "convergence": "benchmarks.convergence",
 }
 
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from benchmarks.coded import CodedPipeline
 
 import fusionllm
-from fusionllm import compress
 from fusionllm.api.config import RunConfig, build_config
 from fusionllm.api.prepare import prepare
-from fusionllm.compress.cut import Direction
-from fusionllm.compute import ComputeOptions
-from fusionllm.compute.stage import TorchStage
-from fusionllm.ir.codec import parse_codec
-from fusionllm.ir.cuts import split_graph
 from fusionllm.telemetry.events import StepMetrics
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
@@ -43,42 +37,12 @@ def config_of(root: Path, **compression: object) -> RunConfig:
 
 
 def losses_in_one_process(config: RunConfig, boundaries: list[int]) -> list[float]:
-    """The same run with both stages here, each value and gradient sent through a `Direction`."""
     job = prepare(config, Path.cwd())
-    options = ComputeOptions(seed=config.run.seed)
-    first, second = (
-        TorchStage(graph, options, config.optimizer, config.train.steps)
-        for graph in split_graph(job.captured.graph, boundaries)
-    )
-    for stage in (first, second):
-        for name in stage.graph.held:
-            stage.load(name, job.captured.tensors[name])
-    (value,) = first.graph.send
-    ways: dict[tuple[str, tuple[int, ...]], Direction] = {}
-
-    def send(text: str, x: torch.Tensor, at_sender: torch.Tensor, at_receiver: torch.Tensor) -> torch.Tensor:
-        way = ways.setdefault((text, tuple(x.shape)), Direction(parse_codec(text), x.shape, "float32"))
-        return way.send(x, compress.Reference(at_sender), compress.Reference(at_receiver))[0]
-
-    losses = []
-    for step in range(config.train.steps):
-        batches = job.dataset.microbatches(step, global_batch=6, microbatch_size=2)
-        weights = [len(b["labels"]) / 6 for b in batches]
-        total = 0.0
-        for index, (batch, weight) in enumerate(zip(batches, weights)):
-            tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-            inputs = [{v.id: tensors[v.id] for v in s.graph.inputs} for s in (first, second)]
-            sent = first.forward(step, index, inputs[0])[value]
-            seen = send(config.compression.forward, sent, sent, sent)
-            loss = second.forward(step, index, {**inputs[1], value: seen})[second.graph.outputs[0]]
-            gradient = second.backward(step, index, {}, weight)[value]
-            back = send(config.compression.backward, gradient, seen, sent)
-            first.backward(step, index, {value: back}, weight)
-            total += float(loss) * weight
-        for stage in (first, second):
-            stage.update(step, 0.0)
-        losses.append(total)
-    return losses
+    pipeline = CodedPipeline(job, boundaries, config.compression.forward, config.compression.backward)
+    return [
+        pipeline.train_step(step, job.dataset.microbatches(step, global_batch=6, microbatch_size=2))
+        for step in range(config.train.steps)
+    ]
 
 
 @pytest.fixture(scope="module")

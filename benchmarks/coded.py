@@ -1,0 +1,115 @@
+"""A whole pipeline in one process: the stages of a job, every value and gradient sent through the links' codecs.
+
+Bit for bit what node processes with these codecs compute (tests/e2e/test_codecs.py), without their sockets: for
+convergence studies, where only the numbers matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusionllm.api.prepare import Job
+from fusionllm.compress import Reference
+from fusionllm.compress.cut import Direction
+from fusionllm.compute import ComputeOptions
+from fusionllm.compute.stage import TorchStage
+from fusionllm.ir.codec import fit_codec, parse_codec
+from fusionllm.ir.cuts import split_graph
+
+Place = tuple[str, int, tuple[int, ...]]
+
+
+class CodedPipeline:
+    """Stages of a job on one core; no parameter may be tied across stages.
+
+    Args:
+        boundaries: where `ir.cuts.split_graph` cuts. forward, backward: codecs of all links, as text.
+    """
+
+    def __init__(self, job: Job, boundaries: Sequence[int], forward: str, backward: str) -> None:
+        config = job.config
+        options = ComputeOptions(seed=config.run.seed)
+        graphs = split_graph(job.captured.graph, list(boundaries))
+        self.stages = [TorchStage(graph, options, config.optimizer, config.train.steps) for graph in graphs]
+        for stage in self.stages:
+            for name in stage.graph.held:
+                stage.load(name, job.captured.tensors[name])
+        self._forward, self._backward = parse_codec(forward), parse_codec(backward)
+        self._ways: dict[Place, Direction] = {}
+        self._consumers = {
+            value: [k for k, s in enumerate(self.stages) if any(v.id == value for v in s.graph.recv)]
+            for stage in self.stages for value in stage.graph.send
+        }  # fmt: skip
+        self.hidden_rms: dict[str, float] = {}
+
+    def train_step(self, step: int, batches: Sequence[Mapping[str, np.ndarray]], *, coded: bool = True) -> float:
+        """One optimizer step; returns the mean loss over the rows."""
+        sizes = [len(next(iter(batch.values()))) for batch in batches]
+        total = 0.0
+        for index, batch in enumerate(batches):
+            weight = sizes[index] / sum(sizes)
+            loss, sent, seen = self._run_forward(step, index, batch, train=True, coded=coded)
+            self._run_backward(step, index, weight, sent, seen, coded=coded)
+            total += loss * weight
+        norm = sum(stage.grad_square_sum() for stage in self.stages) ** 0.5
+        for stage in self.stages:
+            stage.update(step, norm)
+        return total
+
+    def mean_loss(self, batches: Sequence[Mapping[str, np.ndarray]], *, coded: bool) -> float:
+        """Mean loss over the rows, nothing changed but the codecs' state."""
+        sizes = [len(next(iter(batch.values()))) for batch in batches]
+        losses = [self._run_forward(0, i, b, train=False, coded=coded)[0] for i, b in enumerate(batches)]
+        return sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
+
+    def bytes_sent(self) -> tuple[int, int]:
+        """(bytes on the wire, bytes of the same messages in float32), both directions, since the start."""
+        ways = self._ways.items()
+        dense = sum(4 * int(np.prod(shape)) * way.num_messages for (_, _, shape), way in ways)
+        return sum(way.num_bytes for _, way in ways), dense
+
+    def _run_forward(self, step: int, index: int, batch: Mapping[str, np.ndarray], *, train: bool, coded: bool) -> Any:
+        values = {name: torch.from_numpy(array) for name, array in batch.items()}
+        sent: dict[str, torch.Tensor] = {}
+        seen: dict[tuple[str, int], torch.Tensor] = {}
+        loss = 0.0
+        for k, stage in enumerate(self.stages):
+            inputs = {v.id: values[v.id] for v in stage.graph.inputs}
+            received = {v.id: seen[v.id, k] for v in stage.graph.recv}
+            outs = stage.forward(step, index, {**inputs, **received}, train=train)
+            for value in stage.graph.send:
+                sent[value] = outs[value]
+                self.hidden_rms[value] = float(outs[value].float().square().mean().sqrt())
+                for consumer in self._consumers[value]:
+                    seen[value, consumer] = self._send("f", value, consumer, outs[value], coded=coded)
+            for value in stage.graph.outputs:
+                loss = float(outs[value])
+        return loss, sent, seen
+
+    def _run_backward(
+        self, step: int, index: int, weight: float, sent: Mapping[str, torch.Tensor],
+        seen: Mapping[tuple[str, int], torch.Tensor], *, coded: bool,
+    ) -> None:  # fmt: skip
+        gradients: dict[str, torch.Tensor] = {}
+        for k in reversed(range(len(self.stages))):
+            wanted = {value: gradients.pop(value) for value in self.stages[k].graph.send if value in gradients}
+            for value, gradient in self.stages[k].backward(step, index, wanted, weight).items():
+                back = self._send("b", value, k, gradient, seen[value, k], sent[value], coded=coded)
+                gradients[value] = gradients[value] + back if value in gradients else back
+
+    def _send(
+        self, kind: str, value: str, consumer: int, x: torch.Tensor, at_sender: torch.Tensor | None = None,
+        at_receiver: torch.Tensor | None = None, *, coded: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        if not coded or not x.is_floating_point():
+            return x
+        shape = tuple(x.shape)
+        place = (f"{kind}:{value}", consumer, shape)
+        if place not in self._ways:
+            spec = fit_codec(self._forward if kind == "f" else self._backward, shape, "float32")
+            self._ways[place] = Direction(spec, shape, "float32")
+        return self._ways[place].send(x, Reference(at_sender), Reference(at_receiver))[0]
