@@ -18,7 +18,9 @@ BENCHMARKS = {
     "session": "benchmarks.session",
     "startup": "benchmarks.startup",
     "codecs": "benchmarks.codecs",
+    "planner": "benchmarks.planner",
     "convergence": "benchmarks.convergence",
+    "capture": "benchmarks.capture",
 }
 
 

@@ -6,12 +6,15 @@ accumulated gradients the same numbers under every schedule. SEND does not wait,
 microbatch from whichever stages produce them, so only the first stage has no RECV_F and only the last no RECV_B.
 
 1F1B after Narayanan et al. 2019 (PipeDream) in its flushing form (Megatron-LM): at most ``num_stages - stage_index``
-microbatches in flight.
+microbatches in flight. ``1f1b-ahead`` keeps more of them in flight, so that links work while stages compute: twice as
+many as 1F1B, or as many as its name says (``1f1b-ahead:7,4,2,1``), which the planner sets by the round trips. The idea
+is that of CrossPipe (ATC 2025) and of eager 1F1B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.program import Action, StageProgram
@@ -29,6 +32,11 @@ def one_f_one_b(stage_index: int, num_stages: int, num_microbatches: int) -> Sta
     return _program(stage_index, num_stages, num_microbatches, num_stages - stage_index)
 
 
+def one_f_one_b_ahead(stage_index: int, num_stages: int, num_microbatches: int) -> StageProgram:
+    """1F1B with a microbatch more in flight for every link behind: hides transfers that take up to a stage's time."""
+    return _program(stage_index, num_stages, num_microbatches, 2 * (num_stages - stage_index) - 1)
+
+
 def forward_only(stage_index: int, num_stages: int, num_microbatches: int) -> StageProgram:
     """Evaluation: every microbatch forward, no update."""
     _check(stage_index, num_stages, num_microbatches)
@@ -36,15 +44,41 @@ def forward_only(stage_index: int, num_stages: int, num_microbatches: int) -> St
     return StageProgram(stage_index, tuple(actions))
 
 
+AHEAD = "1f1b-ahead"
 #: Pipeline schedules by the name used in a run's configuration.
-PIPELINES: dict[str, Pipeline] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+PIPELINES: dict[str, Pipeline] = {"gpipe": gpipe, "1f1b": one_f_one_b, AHEAD: one_f_one_b_ahead}
+_DEPTHS = re.compile(r"[1-9][0-9]{0,6}(?:,[1-9][0-9]{0,6})*")
+
+
+def pipeline_name(name: str, depths: Sequence[int] = ()) -> str:
+    """``"1f1b-ahead:7,4,2,1"`` for depths that a planner chose, else the name as it is."""
+    return f"{AHEAD}:{','.join(map(str, depths))}" if name == AHEAD and depths else name
+
+
+def find_pipeline(name: str) -> Pipeline:
+    """The pipeline schedule of a name, depths included. Raises UserError for one that is not known."""
+    base, colon, text = name.partition(":")
+    if base not in PIPELINES or (colon and (base != AHEAD or _DEPTHS.fullmatch(text) is None)):
+        raise UserError(f"unknown pipeline schedule {name[:80]!r}; known: {', '.join(PIPELINES)}, {AHEAD}:DEPTH,...")
+    if not colon:
+        return PIPELINES[base]
+    depths = [int(word) for word in text.split(",")]
+    if any(a < b for a, b in zip(depths, depths[1:])):
+        raise UserError(
+            f"{name[:80]!r} deadlocks: no stage may keep more microbatches in flight than the one before it"
+        )
+
+    def with_depths(stage_index: int, num_stages: int, num_microbatches: int) -> StageProgram:
+        if num_stages != len(depths):
+            raise PlanError(f"{len(depths)} depths for {num_stages} stages; give one per stage")
+        return _program(stage_index, num_stages, num_microbatches, depths[stage_index])
+
+    return with_depths
 
 
 def build_programs(name: str, num_stages: int, num_microbatches: int) -> list[StageProgram]:
     """The programs of all stages for one step. Raises UserError for an unknown schedule."""
-    pipeline = PIPELINES.get(name)
-    if pipeline is None:
-        raise UserError(f"unknown pipeline schedule {name!r}; known: {', '.join(PIPELINES)}")
+    pipeline = find_pipeline(name)
     return [pipeline(stage_index, num_stages, num_microbatches) for stage_index in range(num_stages)]
 
 

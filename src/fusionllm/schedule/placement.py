@@ -10,17 +10,20 @@ fence faster nodes come first; work is in proportion to speed. Differs: fence or
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from math import inf
 
 import msgspec
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
 from fusionllm.errors import PlanError
 from fusionllm.ir.cuts import Cut
 from fusionllm.ir.program import StageProgram
 from fusionllm.schedule.partition import equal_compute, equal_number, proportional
-from fusionllm.schedule.pipeline import build_programs
+from fusionllm.schedule.pipeline import build_programs, pipeline_name
 from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
 
 #: A backward pass computes the gradients of both operands of each product.
@@ -28,12 +31,27 @@ BACKWARD_OVER_FORWARD = 2.0
 
 
 class NodeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node as the planner sees it. ``flops_per_s`` is achieved, not peak; ``memory_bytes`` is what a job may use."""
+    """A node as the planner sees it.
+
+    Attributes:
+        flops_per_s: achieved, not peak. memory_bytes: what a job may use.
+        site: its fence; empty: unknown. device: its kind, a key of ``Workload.device_s`` where that has it.
+    """
 
     name: str
     flops_per_s: float
     memory_bytes: float = float("inf")
     site: str = ""
+    device: str = ""
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line that several nodes have in common: all they send to others goes through it, and all they receive."""
+
+    name: str
+    nodes: tuple[int, ...]
+    up_bytes_per_s: float
+    down_bytes_per_s: float
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +60,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     nodes: tuple[NodeModel, ...]
     bandwidth_bytes_per_s: tuple[tuple[float, ...], ...]
     latency_s: tuple[tuple[float, ...], ...]
+    shares: tuple[Share, ...] = ()
+
+
+class Tied(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter that several operators use. Stages that hold it exchange its gradient once a step."""
+
+    ops: tuple[int, ...]
+    num_bytes: float
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +75,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         flops: forward. state_bytes: weights, gradients and optimizer. stash_bytes: kept for backward per microbatch.
+        device_s: forward seconds of each operator by kind of device, for kinds that are known better than by one rate.
     """
 
     cuts: tuple[Cut, ...]
@@ -57,13 +84,36 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stash_bytes: tuple[float, ...]
     num_microbatches: int
     pipeline: str = "1f1b"
+    tied: tuple[Tied, ...] = ()
+    device_s: dict[str, tuple[float, ...]] = {}
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Indices of nodes in path order and the boundaries between them."""
+    """Indices of nodes in path order, the boundaries between them, and how many microbatches each keeps in flight.
+
+    ``depths`` is empty where the pipeline schedule fixes them.
+    """
 
     nodes: tuple[int, ...]
     boundaries: tuple[int, ...]
+    depths: tuple[int, ...] = ()
+
+
+def forward_seconds(workload: Workload, node: NodeModel) -> tuple[float, ...]:
+    """Seconds of each operator on a node, forward, one microbatch."""
+    known = workload.device_s.get(node.device)
+    return known if known is not None else tuple(flops / node.flops_per_s for flops in workload.flops)
+
+
+def link_rates(cluster: Cluster) -> NDArray[np.float64]:
+    """[from, to] bytes per second, lines in common counted."""
+    count = len(cluster.nodes)
+    rate = np.array(cluster.bandwidth_bytes_per_s, dtype=float).reshape(count, -1)
+    for share in cluster.shares:
+        inside = np.isin(np.arange(count), share.nodes)
+        rate[np.ix_(inside, ~inside)] = np.minimum(rate[np.ix_(inside, ~inside)], share.up_bytes_per_s)
+        rate[np.ix_(~inside, inside)] = np.minimum(rate[np.ix_(~inside, inside)], share.down_bytes_per_s)
+    return rate
 
 
 def find_fences(cluster: Cluster) -> list[list[int]]:
@@ -143,46 +193,93 @@ def build_models(
     workload: Workload, cluster: Cluster, placement: Placement
 ) -> tuple[list[StageModel], list[LinkModel]]:
     """What the timeline needs to know of a placement."""
-    prefix = [0.0, *accumulate(workload.flops)]
-    cuts = {cut.boundary: cut for cut in workload.cuts}
+    num_bytes = {cut.boundary: cut.num_bytes for cut in workload.cuts}
     edges = [0, *placement.boundaries, len(workload.flops)]
+    sync_s = _sync_seconds(workload, cluster, placement)
     stages = []
-    for index, first, end in zip(placement.nodes, edges, edges[1:]):
-        forward_s = (prefix[end] - prefix[first]) / cluster.nodes[index].flops_per_s
-        stages.append(StageModel(forward_s=forward_s, backward_s=forward_s * BACKWARD_OVER_FORWARD))
+    for stage_index, (index, first, end) in enumerate(zip(placement.nodes, edges, edges[1:])):
+        forward_s = sum(forward_seconds(workload, cluster.nodes[index])[first:end])
+        backward_s = forward_s * BACKWARD_OVER_FORWARD
+        stages.append(StageModel(forward_s=forward_s, backward_s=backward_s, update_s=sync_s[stage_index]))
+    rate = link_rates(cluster)
     links = []
     for a, b, boundary in zip(placement.nodes, placement.nodes[1:], placement.boundaries):
         links.append(
             LinkModel(
-                forward_bytes=cuts[boundary].num_bytes,
-                backward_bytes=cuts[boundary].num_bytes,
-                bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s[a][b],
-                back_bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s[b][a],
+                forward_bytes=num_bytes[boundary],
+                backward_bytes=num_bytes[boundary],
+                bandwidth_bytes_per_s=float(rate[a, b]),
+                back_bandwidth_bytes_per_s=float(rate[b, a]),
                 latency_s=max(cluster.latency_s[a][b], cluster.latency_s[b][a]),
+                forward_shared=_lines(cluster, a, b),
+                back_shared=_lines(cluster, b, a),
             )
         )
     return stages, links
 
 
+def _lines(cluster: Cluster, sender: int, receiver: int) -> tuple[tuple[str, float], ...]:
+    """Lines in common between two nodes, with their bytes per second."""
+    lines = []
+    for share in cluster.shares:
+        if (sender in share.nodes) and (receiver not in share.nodes):
+            lines.append((f"{share.name} up", share.up_bytes_per_s))
+        elif (receiver in share.nodes) and (sender not in share.nodes):
+            lines.append((f"{share.name} down", share.down_bytes_per_s))
+    return tuple(lines)
+
+
+def _sync_seconds(workload: Workload, cluster: Cluster, placement: Placement) -> list[float]:
+    """Seconds each stage exchanges gradients of tied parameters with the other holder, once a step."""
+    seconds = [0.0] * len(placement.nodes)
+    rate = link_rates(cluster) if workload.tied else None
+    for tied in workload.tied:
+        a, b = (bisect_right(placement.boundaries, op) for op in (tied.ops[0], tied.ops[-1]))
+        if rate is None or a == b:
+            continue
+        first, last = placement.nodes[a], placement.nodes[b]
+        slowest = float(min(rate[first, last], rate[last, first]))
+        latency_s = max(cluster.latency_s[first][last], cluster.latency_s[last][first])
+        for stage_index in (a, b):
+            seconds[stage_index] += tied.num_bytes / slowest + latency_s if slowest > 0 else inf
+    return seconds
+
+
 def replay_placement(workload: Workload, cluster: Cluster, placement: Placement) -> Timeline:
     """One step of a placement. Raises PlanError when a link is missing or a node has too little memory."""
-    programs = build_programs(workload.pipeline, len(placement.nodes), workload.num_microbatches)
+    name = pipeline_name(workload.pipeline, placement.depths)
+    programs = build_programs(name, len(placement.nodes), workload.num_microbatches)
     check_memory(workload, cluster, placement, programs)
     return replay(programs, *build_models(workload, cluster, placement))
 
 
-def check_memory(workload: Workload, cluster: Cluster, placement: Placement, programs: Sequence[StageProgram]) -> None:
-    """State and the stash of the microbatches in flight must fit each node. Raises PlanError naming the worst."""
+def stage_memory(
+    workload: Workload, placement: Placement, programs: Sequence[StageProgram]
+) -> list[tuple[float, float, int]]:
+    """Per stage: bytes of state, bytes of one microbatch's stash, and the most microbatches it holds at once."""
     edges = [0, *placement.boundaries, len(workload.flops)]
-    for stage_index, (node_index, first, end) in enumerate(zip(placement.nodes, edges, edges[1:])):
+    needs = []
+    for program, first, end in zip(programs, edges, edges[1:]):
         held = most = 0
-        for action in programs[stage_index].actions:
+        for action in program.actions:
             held += (action.kind == "F") - (action.kind == "B")
             most = max(most, held)
-        needed = sum(workload.state_bytes[first:end]) + most * sum(workload.stash_bytes[first:end])
-        node = cluster.nodes[node_index]
-        if needed > node.memory_bytes:
-            raise PlanError(
-                f"stage {stage_index} needs {needed / 2**30:.1f} GiB but node {node.name} has "
-                f"{node.memory_bytes / 2**30:.1f} GiB; use more stages, smaller microbatches or recompute"
-            )
+        needs.append((sum(workload.state_bytes[first:end]), sum(workload.stash_bytes[first:end]), most))
+    return needs
+
+
+def check_memory(workload: Workload, cluster: Cluster, placement: Placement, programs: Sequence[StageProgram]) -> None:
+    """State and the stash of the microbatches in flight must fit each node. Raises PlanError naming the worst."""
+    needs = stage_memory(workload, placement, programs)
+    lacks = [
+        (state + held * stash - cluster.nodes[i].memory_bytes, stage_index)
+        for stage_index, (i, (state, stash, held)) in enumerate(zip(placement.nodes, needs))
+        if state + held * stash > cluster.nodes[i].memory_bytes * (1 + 1e-12)
+    ]
+    if lacks:
+        stage_index = max(lacks)[1]
+        (state, stash, held), node = needs[stage_index], cluster.nodes[placement.nodes[stage_index]]
+        raise PlanError(
+            f"stage {stage_index} needs {(state + held * stash) / 2**30:.1f} GiB but node {node.name} has "
+            f"{node.memory_bytes / 2**30:.1f} GiB; use more stages, smaller microbatches or recompute"
+        )

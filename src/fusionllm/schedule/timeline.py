@@ -5,12 +5,13 @@ planner (which plan is fastest) and people (the stage-by-time grid). The program
 
 The model: a stage does one thing at a time, in its program's order. Links are full duplex; each direction carries one
 message at a time, in the order sent; a message is there ``latency_s`` after its last byte left. Sends do not hold up
-the sender.
+the sender. A line that several links share (the uplink of a home or a site) serves messages in the order sent too: one
+starts when its link and all lines on its way are free, and keeps each for as long as its bytes take there.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Sequence
 
 import msgspec
@@ -21,18 +22,29 @@ from fusionllm.units import format_duration
 
 
 class LinkModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The link between stage k and k+1 and what crosses it per microbatch. Bytes are those on the wire."""
+    """The link between stage k and k+1 and what crosses it per microbatch. Bytes are those on the wire.
+
+    ``forward_shared`` and ``back_shared`` are the lines in common on the way: pairs of a name and its bytes per second.
+    """
 
     forward_bytes: float
     backward_bytes: float
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
     back_bandwidth_bytes_per_s: float | None = None
+    forward_shared: tuple[tuple[str, float], ...] = ()
+    back_shared: tuple[tuple[str, float], ...] = ()
 
     def transfer_s(self, kind: str) -> float:
         """Seconds the line is busy with one message of ``SEND_F`` or ``SEND_B``."""
         back = self.back_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
         return self.forward_bytes / self.bandwidth_bytes_per_s if kind == "SEND_F" else self.backward_bytes / back
+
+    def shared_s(self, kind: str) -> list[tuple[str, float]]:
+        """Lines in common and the seconds one message of ``SEND_F`` or ``SEND_B`` keeps each of them."""
+        if kind == "SEND_F":
+            return [(name, self.forward_bytes / rate) for name, rate in self.forward_shared]
+        return [(name, self.backward_bytes / rate) for name, rate in self.back_shared]
 
 
 class StageModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,47 +140,52 @@ class _Replay:
         self.line_s = dict.fromkeys(self.free_s, 0.0)
         self.arrival_s: dict[tuple[int, str, int], float] = {}
         self.waiters: dict[tuple[int, str, int], int] = {}
+        self.shared_free_s: dict[str, float] = {}
+        self.ready: list[tuple[float, int]] = []
 
     def play(self) -> None:
-        """Run each stage until it waits for a message that is not sent yet; its sender wakes it."""
-        ready = deque(range(len(self.programs)))
-        while ready:
-            stage_index = ready.popleft()
+        """Perform actions in order of time, so that lines in common serve who comes first."""
+        self.ready = [(0.0, stage_index) for stage_index in range(len(self.programs))]
+        while self.ready:
+            _, stage_index = heapq.heappop(self.ready)
             actions = self.programs[stage_index].actions
-            while len(self.spans[stage_index]) < len(actions):
-                action = actions[len(self.spans[stage_index])]
-                needed = needed_send(action)
-                if needed is not None and needed not in self.arrival_s:
-                    self.waiters[needed] = stage_index
-                    break
-                self._perform(stage_index, action, needed, ready)
+            if len(self.spans[stage_index]) == len(actions):
+                continue
+            action = actions[len(self.spans[stage_index])]
+            needed = needed_send(action)
+            if needed is not None and needed not in self.arrival_s:
+                self.waiters[needed] = stage_index
+            else:
+                self._perform(stage_index, action, needed)
         stuck = [str(p.actions[len(s)]) for p, s in zip(self.programs, self.spans) if len(s) < len(p.actions)]
         if stuck:
             raise PlanError(f"the programs deadlock; waiting: {' '.join(stuck)}")
 
-    def _perform(
-        self, stage_index: int, action: Action, needed: tuple[int, str, int] | None, ready: deque[int]
-    ) -> None:
+    def _perform(self, stage_index: int, action: Action, needed: tuple[int, str, int] | None) -> None:
         start = self.clock[stage_index]
         if needed is not None:
             end = max(start, self.arrival_s[needed])
         else:
             end = start + self.stages[stage_index].compute_s(action.kind)
         if action.kind in ("SEND_F", "SEND_B"):
-            self._send(stage_index, action, ready)
+            self._send(stage_index, action)
         self.clock[stage_index] = end
         self.spans[stage_index].append(Span(action, start, end))
+        heapq.heappush(self.ready, (end, stage_index))
 
-    def _send(self, stage_index: int, action: Action, ready: deque[int]) -> None:
+    def _send(self, stage_index: int, action: Action) -> None:
         link_index = stage_index if action.kind == "SEND_F" else stage_index - 1
         link, line = self.links[link_index], (link_index, action.kind)
-        transfer = link.transfer_s(action.kind)
-        self.free_s[line] = max(self.free_s[line], self.clock[stage_index]) + transfer
+        transfer, shared = link.transfer_s(action.kind), link.shared_s(action.kind)
+        start = max([self.clock[stage_index], self.free_s[line], *(self.shared_free_s.get(n, 0.0) for n, _ in shared)])
+        self.free_s[line] = start + transfer
+        self.shared_free_s |= {name: start + seconds for name, seconds in shared}
         self.line_s[line] += transfer
         message = stage_index, action.kind, action.microbatch_index
         self.arrival_s[message] = self.free_s[line] + link.latency_s
         if message in self.waiters:
-            ready.append(self.waiters.pop(message))
+            waiter = self.waiters.pop(message)
+            heapq.heappush(self.ready, (max(self.clock[waiter], self.arrival_s[message]), waiter))
 
 
 def format_grid(timeline: Timeline, width: int = 72) -> str:
