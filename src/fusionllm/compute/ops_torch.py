@@ -95,6 +95,11 @@ def _batch_norm(
     return F.batch_norm(input, mean, var, weight, bias, training, momentum, eps), None, None, mean, var
 
 
+def _copy(self: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    """``self`` overwritten by ``src``; torch's own functional form has no derivative."""
+    return src.to(self.dtype).expand(self.shape).clone()
+
+
 _SYM: dict[str, Callable[..., Any]] = {
     "size": lambda x, dim: x.shape[dim], "neg": operator.neg, "float": float, "int": int, "not": operator.not_,
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
@@ -112,6 +117,7 @@ RANDOM: dict[str, Callable[..., Any]] = {
 PLAIN: dict[str, Callable[..., Any]] = {
     "ir.cast": lambda x, dtype: x.to(dtype),
     "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    "aten.copy.default": _copy,
     **{f"sym.{name}": function for name, function in _SYM.items()},
 }
 #: Operators that make a tensor out of nothing, and so must be told the device.
