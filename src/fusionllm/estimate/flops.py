@@ -21,7 +21,7 @@ from fusionllm.ir.tensor import TensorSpec
 from fusionllm.units import format_count, format_num_bytes
 
 #: Operators that only move, name or make data.
-_MOVES = frozenset(
+MOVES = frozenset(
     """
     arange cat chunk copy detach embedding expand fill flatten full full_like gather index index_select movedim narrow
     new_full new_ones new_zeros ones ones_like pad permute repeat repeat_interleave reshape roll scalar_tensor select
@@ -67,7 +67,7 @@ def op_flops(op: Op, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int]
         GraphError: a shape names a symbol that is not given, or an operand has too few dimensions.
     """
     name = base_name(op.name)
-    if not op.name.startswith(("aten.", "ir.")) or name in _MOVES:
+    if not op.name.startswith(("aten.", "ir.")) or name in MOVES:
         return 0.0
     if name in _PRODUCTS:
         formula, operands = _PRODUCTS[name]

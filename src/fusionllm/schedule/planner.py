@@ -36,10 +36,11 @@ MAX_SINGLE = 6
 MAX_GROUPS = 6
 MAX_GROUPED = 48
 FEWER_PLACES = 40
-#: Neighbourhoods solved in a large cluster, groups around the first of each, nodes of an order that is walked, and points that local search starts from.
+#: In a large cluster: neighbourhoods solved, groups around the first of each, nodes of an order that is walked.
 MAX_SEEDS = 4
 MAX_PARTNERS = 4
 MAX_WALKED = 48
+#: Points that local search starts from, on small clusters and on others.
 STARTS = 12
 FEWER_STARTS = 4
 

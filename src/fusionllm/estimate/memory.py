@@ -1,0 +1,47 @@
+"""Memory of a stage under a pipeline schedule: weights, gradients, optimizer, and the stash of microbatches in flight.
+
+Pure. On the path: OpWork -> **bytes per operator** -> `schedule`, which adds up what a stage holds and multiplies the
+stash by the microbatches its program keeps in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from fusionllm.errors import UserError
+from fusionllm.estimate.work import OpWork
+
+#: Copies of a trained parameter that an optimizer keeps beside it.
+OPTIMIZER_COPIES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}
+
+
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes a range of operators needs. ``stash_bytes`` is of one microbatch."""
+
+    weight_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    stash_bytes: float
+
+    @property
+    def state_bytes(self) -> float:
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def total_bytes(self, in_flight: int) -> float:
+        """With ``in_flight`` microbatches between forward and backward."""
+        return self.state_bytes + in_flight * self.stash_bytes
+
+
+def memory_of(works: Sequence[OpWork], optimizer: str = "adamw") -> StageMemory:
+    """What these operators need together. Raises UserError for an optimizer that is not known."""
+    if optimizer not in OPTIMIZER_COPIES:
+        raise UserError(f"optimizer {optimizer!r}; known: {', '.join(OPTIMIZER_COPIES)}")
+    trained = sum(work.trained_bytes for work in works)
+    return StageMemory(
+        weight_bytes=sum(work.param_bytes for work in works),
+        gradient_bytes=trained,
+        optimizer_bytes=trained * OPTIMIZER_COPIES[optimizer],
+        stash_bytes=sum(work.saved_bytes for work in works),
+    )
