@@ -78,6 +78,7 @@ def graphs(draw, max_ops: int = 12) -> OpGraph:
         outputs=draw(some),
         mutations={f"b:{name}": draw(st.sampled_from(made)) for name in mutated},
         send=draw(some),
+        frozen=tuple(v.id for v in recv if v.spec.is_float and draw(st.booleans())),
     )
 
 
@@ -106,7 +107,7 @@ def dataflows(draw, max_ops: int = 16) -> OpGraph:
     plain = sorted(n for n, s in OPS.items() if not s.rng and len(s.args) >= 2)[:6]
     random = sorted(n for n, s in OPS.items() if s.rng)[:2]
     spec = TensorSpec("float32", ("B", 4))
-    params = {f"w{i}": Param(f"p:w{i}", TensorSpec("float32", (4,))) for i in range(3)}
+    params = {f"w{i}": Param(f"p:w{i}", TensorSpec("float32", (4,)), draw(st.booleans())) for i in range(3)}
     buffers = {f"s{i}": Buffer(f"b:s{i}", TensorSpec("float32", (4,))) for i in range(2)}
     inputs = (Value("x", spec), Value("y", spec))
     values = [*(p.id for p in params.values()), *(b.id for b in buffers.values()), "x", "y"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.strategies import dataflows, graphs
 
 from fusionllm.errors import GraphError, PlanError
-from fusionllm.ir.cuts import anchored_ids, anchored_ops, list_cuts, split_graph
+from fusionllm.ir.cuts import anchored_ids, anchored_ops, list_cuts, split_graph, trained_ids
 from fusionllm.ir.graph import UNUSED, Op, OpGraph, Param, Value, decode_graph, encode_graph
 from fusionllm.ir.ops import OPS
 from fusionllm.ir.tensor import TensorSpec
@@ -83,6 +83,7 @@ BROKEN = {
     "output 'z'": graph(outputs=("z",)),
     "listed twice": graph(outputs=("y", "y")),
     "sent value 'x'": graph(send=("x",)),
+    "frozen values": graph(frozen=("x",)),
     "not a buffer": graph(mutations={"b:n": "y"}),
     "expected 'p:w'": graph(params={"w": Param("p:v", TensorSpec("float32", (4,)))}),
     "sizes known in advance": graph(params={"w": Param("p:w", SPEC)}),
@@ -167,6 +168,27 @@ def test_stages_compute_what_the_graph_computes(drawn, data):
     for buffer in drawn.mutations:
         holders = [s for s in stages if any(buffer in op.refs() for op in s.ops) or buffer in s.mutations]
         assert len(holders) == 1
+
+
+@some
+@given(dataflows(), st.data())
+def test_both_ends_of_a_link_know_which_gradients_it_carries(drawn, data):
+    legal = [cut.boundary for cut in list_cuts(drawn, {"B": 2})]
+    assume(legal)
+    stages = split_graph(drawn, sorted(data.draw(st.sets(st.sampled_from(legal), min_size=1, max_size=4))))
+    trained = trained_ids(drawn)
+    for stage in stages:
+        assert {v.id for v in stage.recv} - set(stage.frozen) == {v.id for v in stage.recv} & trained
+        assert set(stage.send) & trained_ids(stage) == set(stage.send) & trained
+
+
+def test_nothing_is_sent_back_below_the_first_trained_parameter():
+    scaled = call("c", name="aten.mul.Tensor", args={"self": {"r": "b"}, "other": {"r": "p:warm"}})
+    spec = TensorSpec("float32", (4,))
+    params = {"cold": Param("p:cold", spec, trainable=False), "warm": Param("p:warm", spec)}
+    stages = split_graph(graph(call("a", "p:cold"), call("b", "a"), scaled, call("y", "c"), params=params), [1, 2, 3])
+    assert [stage.frozen for stage in stages] == [(), ("a",), ("b",), ()]
+    assert [sorted(trained_ids(stage) & set(stage.send)) for stage in stages] == [[], [], ["c"], []]
 
 
 @some

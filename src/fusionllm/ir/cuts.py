@@ -36,6 +36,19 @@ def anchored_ops(graph: OpGraph) -> list[Op]:
     return _classify(graph)[1]
 
 
+def trained_ids(graph: OpGraph) -> set[str]:
+    """Ids of the floating-point values that a gradient flows through: a trained parameter stands behind them.
+
+    In a stage, what it receives counts too, unless listed as frozen; so producer and consumer of a value agree.
+    """
+    ids = {p.id for p in graph.params.values() if p.trainable}
+    ids |= {v.id for v in graph.recv if v.spec.is_float} - set(graph.frozen)
+    for op in graph.ops:
+        if op.name != "aten.detach.default" and any(ref in ids for ref in op.refs()):
+            ids.update(out for out, spec in zip(op.outs, op.specs) if spec.is_float and out != UNUSED)
+    return ids
+
+
 def _classify(graph: OpGraph) -> tuple[set[str], list[Op]]:
     """Anchored values and operators. What computes the loss or a buffer's next value has one owner in any case."""
     roots = {*graph.mutations.values(), *graph.outputs[:1]}
@@ -90,7 +103,8 @@ def split_graph(graph: OpGraph, boundaries: Sequence[int]) -> list[OpGraph]:
 
     Returns:
         One OpGraph per stage, in path order. Free operators are copied where needed, a parameter used by several
-        stages (tied) is listed by each of them, ``recv`` and ``send`` name what crosses.
+        stages (tied) is listed by each of them, ``recv`` and ``send`` name what crosses, ``frozen`` what of it needs
+        no gradient.
 
     Raises:
         PlanError: a stage would be empty, or a mutated buffer would be shared by two stages.
@@ -105,8 +119,13 @@ def split_graph(graph: OpGraph, boundaries: Sequence[int]) -> list[OpGraph]:
         raise PlanError(f"boundaries {list(boundaries)} leave a stage of {len(ops)} operators empty; use fewer stages")
     stages = [_stage(graph, ops[a:b], anchored) for a, b in zip(edges, edges[1:])]
     received = {v.id for stage in stages for v in stage.recv}
+    trained = trained_ids(graph)
     return [
-        msgspec.structs.replace(s, send=tuple(sorted(o for op in own for o in op.outs if o in received)))
+        msgspec.structs.replace(
+            s,
+            send=tuple(sorted(o for op in own for o in op.outs if o in received)),
+            frozen=tuple(v.id for v in s.recv if v.spec.is_float and v.id not in trained),
+        )
         for s, own in zip(stages, (ops[a:b] for a, b in zip(edges, edges[1:])))
     ]
 
@@ -150,4 +169,5 @@ def _stage(graph: OpGraph, own: Sequence[Op], anchored: set[str]) -> OpGraph:
         mutations=mutations,
         recv=tuple(Value(v, specs[v]) for v in sorted(received)),
         send=(),
+        frozen=(),
     )

@@ -78,6 +78,8 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         outputs: ids of the results, the loss first.
         mutations: buffer id -> id of the value that replaces it after a forward pass.
         recv: (stage) values that other stages produce. send: (stage) ids of values other stages need.
+        frozen: (stage) ids of those received floating-point values that no trained parameter stands behind: nobody
+            needs their gradient.
     """
 
     format: Literal["opdag"] = "opdag"
@@ -94,6 +96,7 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mutations: dict[str, str] = {}
     recv: tuple[Value, ...] = ()
     send: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
     def specs(self) -> dict[str, TensorSpec]:
         """Spec of every value of the graph, by id."""

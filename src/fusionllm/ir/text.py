@@ -69,7 +69,8 @@ def _lines(graph: OpGraph) -> Iterator[str]:
         yield f"symbol {name} >= {least}"
     for kind, values in (("input", graph.inputs), ("recv", graph.recv)):
         for value in values:
-            yield f"{kind} {_id(value.id)} : {_spec(value.spec)}"
+            frozen = " frozen" if value.id in graph.frozen else ""
+            yield f"{kind} {_id(value.id)} : {_spec(value.spec)}{frozen}"
     for param in graph.params.values():
         aliases = "".join(f" alias {_quote(a)}" for a in param.aliases)
         yield f"param {_id(param.id)} : {_spec(param.spec)}{'' if param.trainable else ' frozen'}{aliases}"
@@ -242,6 +243,7 @@ class _Builder:
         self.ops: list[Op] = []
         self.outputs: list[str] = []
         self.send: list[str] = []
+        self.frozen: list[str] = []
 
     def finish(self) -> OpGraph:
         if not self.header:
@@ -290,6 +292,12 @@ def _parse_value(reader: _Reader) -> Value:
     return Value(id, reader.spec())
 
 
+def _parse_received(reader: _Reader, into: _Builder) -> None:
+    into.recv.append(_parse_value(reader))
+    if reader.take("frozen"):
+        into.frozen.append(into.recv[-1].id)
+
+
 def _parse_param(reader: _Reader, into: _Builder) -> None:
     value = _parse_value(reader)
     trainable = reader.take("frozen") is None
@@ -320,7 +328,7 @@ _STATEMENTS: dict[str, Callable[[_Reader, _Builder], None]] = {
     "opdag": _parse_header,
     "symbol": _parse_symbol,
     "input": lambda reader, into: into.inputs.append(_parse_value(reader)),
-    "recv": lambda reader, into: into.recv.append(_parse_value(reader)),
+    "recv": _parse_received,
     "param": _parse_param,
     "buffer": _parse_buffer,
     "mutate": _parse_mutation,

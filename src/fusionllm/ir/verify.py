@@ -209,6 +209,9 @@ def _check_ends(graph: OpGraph, defined: set[str]) -> None:
                 raise GraphError(f"{kind} {id[:80]!r} is not a value the graph computes")
             if kind == "sent value" and id not in made:
                 raise GraphError(f"{kind} {id[:80]!r} is not computed by this stage")
+    named = set(graph.frozen)
+    if tuple(v.id for v in graph.recv if v.id in named and v.spec.is_float) != graph.frozen:
+        raise GraphError("the frozen values are not floating-point values this stage receives, each once and in order")
     for buffer, value in graph.mutations.items():
         if buffer[:2] != "b:" or buffer[2:] not in graph.buffers:
             raise GraphError(f"mutation of {buffer[:80]!r}, which is not a buffer of the graph")
