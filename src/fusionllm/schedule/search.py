@@ -9,7 +9,7 @@ microbatch more or less in flight where the pipeline schedule leaves that open.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from math import ceil, comb
 
@@ -70,11 +70,12 @@ class Search:
             for chosen in combinations(inner, len(nodes) - 1):
                 yield Point(nodes, (0, *chosen, self.places[-1]), depths)
 
-    def moves(self, point: Point) -> Iterator[Point]:
+    def moves(self, point: Point, others: Sequence[int] | None = None) -> Iterator[Point]:
+        """Points one move away. ``others``: the nodes that may be taken in, all unused ones if not given."""
         yield from self._shift(point)
         yield from self._reorder(point)
         yield from self._leave_out(point)
-        yield from self._take_in(point)
+        yield from self._take_in(point, others)
         if self.tables.pipeline == AHEAD:
             yield from self._deepen(point)
 
@@ -135,9 +136,9 @@ class Search:
                 middle = self._at((edges[at] + edges[at + 1]) // 2, 0)
                 yield from self._with_edges(without, (*edges[:at], middle, *edges[at + 2 :]))
 
-    def _take_in(self, point: Point) -> Iterator[Point]:
+    def _take_in(self, point: Point, others: Sequence[int] | None) -> Iterator[Point]:
         nodes, edges, depths = point
-        free = np.setdiff1d(np.arange(len(self.tables.memory)), nodes)
+        free = np.setdiff1d(np.arange(len(self.tables.memory)) if others is None else np.array(others), nodes)
         for at in range(len(nodes) + 1):
             if not len(free):
                 return

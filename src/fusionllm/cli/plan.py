@@ -1,0 +1,73 @@
+"""`fusionllm plan`: who would run what on a cluster, how long a step takes, and what would change it.
+
+The command; `cli.show_plan` does the work and is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fusionllm.errors import UserError
+from fusionllm.schedule.pipeline import PIPELINES
+
+PRECISIONS = ("bfloat16", "float32")
+DEVICE_MODELS = ("rates", "lambda")
+
+
+def plan(
+    graph_or_run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="GRAPH|RUN.toml",
+            help="A captured graph (opdag JSON or text, or a folder with graph.json), or a run's configuration.",
+            show_default=False,
+        ),
+    ],
+    cluster: Annotated[Path, typer.Option(metavar="CLUSTER.toml", help="The machines.", show_default=False)],
+    microbatch_size: Annotated[int, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch.")] = 1,
+    num_microbatches: Annotated[int, typer.Option(min=1, max=4096, help="Microbatches of a step.")] = 16,
+    pipeline: Annotated[str, typer.Option(help=f"One of {', '.join(PIPELINES)}.")] = "1f1b-ahead",
+    precision: Annotated[str, typer.Option(help=f"Of activations; one of {', '.join(PRECISIONS)}.")] = "bfloat16",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
+    device_model: Annotated[str, typer.Option(help="rates per kind of operator, or the paper's lambda.")] = "rates",
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", help="A change: 'link a-b=1Gbps', 'add 2x RTX 4090 in fence home', 'without home'."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
+) -> None:
+    """Plan a model on a cluster, predicted from rates: stages, step time against the baselines, who is left out.
+
+    Examples:
+
+      fusionllm graph gpt2 --text > gpt2.opdag && fusionllm plan gpt2.opdag --cluster examples/clusters/one-lab.toml
+
+      fusionllm plan gpt2.opdag --cluster my.toml --what-if "link home-lab=1Gbps" --what-if "without home"
+    """
+    from fusionllm.cli.main import _guard
+
+    def work() -> None:
+        from fusionllm.cli.show_plan import read_graph, show_plan
+        from fusionllm.sim.cluster import load_cluster
+        from fusionllm.sim.study import StudyOptions
+        from fusionllm.sim.what_if import change
+
+        for name, word, known in (
+            ("--pipeline", pipeline, tuple(PIPELINES)),
+            ("--precision", precision, PRECISIONS),
+            ("--device-model", device_model, DEVICE_MODELS),
+        ):
+            if word not in known:
+                raise UserError(f"{name} is {word!r}; known: {', '.join(known)}")
+        spec = load_cluster(cluster)
+        specs = {"": spec, **{text: change(spec, text) for text in what_if or ()}}
+        options = StudyOptions(
+            microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,
+            precision=precision, optimizer=optimizer,
+        )  # fmt: skip
+        show_plan(read_graph(graph_or_run), specs, options, device_model, as_json)
+
+    _guard(work)

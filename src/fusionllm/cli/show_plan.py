@@ -1,0 +1,98 @@
+"""What `fusionllm plan` reads and prints: a graph, its plan on a cluster, what a change of the cluster would do.
+
+A graph that is captured already needs no torch; a run's TOML is captured first.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from fusionllm.errors import UserError
+from fusionllm.ir.graph import MAX_GRAPH_BYTES, OpGraph, decode_graph
+from fusionllm.sim.cluster import ClusterSpec, build_cluster
+from fusionllm.sim.study import Study, StudyOptions, build_workload, study
+from fusionllm.units import format_bandwidth, format_duration, format_num_bytes
+
+
+def read_graph(path: Path) -> OpGraph:
+    """A captured graph from a file or folder, or the capture of a run. Raises UserError, GraphError, CaptureError."""
+    if path.suffix == ".toml":
+        from fusionllm.api.config import load_config
+        from fusionllm.api.prepare import prepare
+
+        return prepare(load_config(path), path.parent.resolve()).captured.graph
+    file = path / "graph.json" if path.is_dir() else path
+    try:
+        if file.stat().st_size > MAX_GRAPH_BYTES:
+            raise UserError(f"{file} is larger than {MAX_GRAPH_BYTES >> 20} MiB, the limit of a graph")
+        data = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error}") from None
+    if data.lstrip()[:1] == b"{":
+        return decode_graph(data)
+    from fusionllm.ir.text import parse_graph
+
+    return parse_graph(data.decode(errors="replace"))
+
+
+def show_plan(
+    graph: OpGraph, specs: dict[str, ClusterSpec], options: StudyOptions, device_model: str, as_json: bool
+) -> None:
+    """Plan on each cluster, the first unchanged, and print. Raises PlanError when the first has no plan."""
+    workload = build_workload(graph, options)
+    studies = {
+        text: study(workload, build_cluster(spec, options.precision, device_model)) for text, spec in specs.items()
+    }
+    if as_json:
+        changed = {text: msgspec.to_builtins(found) for text, found in studies.items() if text}
+        print(json.dumps({**msgspec.to_builtins(studies[""]), "what_if": changed}))
+        return
+    console = Console(highlight=False)
+    print_study(console, studies[""])
+    for text, found in studies.items():
+        if text:
+            step_s, before_s = found.step_s, studies[""].step_s
+            console.print(f"what if {text}: {_seconds(step_s)} a step, {before_s / step_s:.2f} times as fast")
+
+
+def print_study(console: Console, found: Study) -> None:
+    """Fences, stages, comparison and the nodes left out, for people."""
+    fences = ", ".join(f"{name} ({len(nodes)})" for name, nodes in found.fences.items())
+    console.print(f"fences: {fences}")
+    table = Table(title=f"{_seconds(found.step_s)} a step, predicted; {found.num_microbatches} microbatches")
+    for column in ("stage", "node", "fence", "device", "operators", "compute", "memory", "in flight", "to the next"):
+        table.add_column(column)
+    for k, stage in enumerate(found.stages):
+        link = found.links[k] if k < len(found.links) else None
+        to_next = (
+            f"{format_num_bytes(link.num_bytes)} at {format_bandwidth(link.bandwidth_bytes_per_s)}" if link else ""
+        )
+        memory = f"{format_num_bytes(stage.memory_bytes)} of {format_num_bytes(stage.limit_bytes)}"
+        table.add_row(
+            str(k), stage.node, stage.fence, stage.device, f"{stage.first_op}-{stage.end_op}",
+            _seconds(stage.compute_s), memory, str(stage.in_flight), to_next,
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"schedule {found.pipeline}; bubble {found.bubble:.0%}; bottleneck: {found.bottleneck}")
+    if found.sync_s:
+        console.print(f"exchange of tied gradients: {_seconds(found.sync_s)} of each step")
+    for name, value in found.others.items():
+        console.print(f"  {name}: {_other(value, found.step_s)}")
+    for left in found.left_out:
+        console.print(f"left out: {left.count} x {left.device or 'node'} in {left.fence or 'no fence'}: {left.reason}")
+
+
+def _other(value: Any, step_s: float) -> str:
+    return (
+        f"no plan: {value}" if isinstance(value, str) else f"{_seconds(value)}, ours is {value / step_s:.2f} x faster"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.1f} ms" if value < 0.1 else format_duration(value)

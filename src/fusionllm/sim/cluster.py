@@ -1,0 +1,257 @@
+"""Cluster files: machines one has, or would like to have, as a TOML. Read as hostile, checked once.
+
+On the path: CLUSTER.toml -> ClusterSpec -> `schedule.placement.Cluster` -> planner. Knows the library of devices, no
+tensor framework. `docs/planning.md` documents the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fusionllm.errors import UserError
+from fusionllm.estimate.device import lambda_rates
+from fusionllm.estimate.library import LAMBDA, find_device
+from fusionllm.schedule.placement import Cluster, NodeModel, Share
+from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_NODES = 10_000
+MAX_FILE_BYTES = 4 << 20
+_NAME = re.compile(r"[\w][\w.+ -]{0,63}")
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Fence(_Table, frozen=True, kw_only=True):
+    """A site. ``bandwidth``, ``latency``: inside. ``uplink``, ``downlink``: what all its nodes share to outside."""
+
+    name: str
+    bandwidth: str = "1 Gbps"
+    latency: str = "0.2 ms"
+    uplink: str = ""
+    downlink: str = ""
+
+
+class Node(_Table, frozen=True, kw_only=True):
+    """``count`` equal nodes of a fence: a known ``device``, or ``flops_per_s`` (achieved) and ``memory``."""
+
+    fence: str
+    device: str = ""
+    count: int = 1
+    name: str = ""
+    flops_per_s: float = 0.0
+    memory: str = ""
+
+
+class ClusterLink(_Table, frozen=True, kw_only=True):
+    """Between two fences or two nodes; ``back_bandwidth`` from b to a where it differs."""
+
+    a: str
+    b: str
+    bandwidth: str
+    back_bandwidth: str = ""
+    latency: str = "10 ms"
+
+
+class Otherwise(_Table, frozen=True, kw_only=True):
+    """The link of pairs of fences that no other line names."""
+
+    bandwidth: str
+    latency: str = "20 ms"
+
+
+class ClusterSpec(_Table, frozen=True, kw_only=True):
+    """A cluster file. ``goodput``: part of a link's rate that payload gets."""
+
+    name: str = ""
+    note: str = ""
+    goodput: float = 0.9
+    fence: tuple[Fence, ...]
+    node: tuple[Node, ...]
+    link: tuple[ClusterLink, ...] = ()
+    otherwise: Otherwise | None = None
+
+
+def load_cluster(path: Path) -> ClusterSpec:
+    """Read a cluster file. Raises UserError naming the key, the value and what would be right."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB")
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    return build_spec(raw)
+
+
+def build_spec(raw: dict[str, Any]) -> ClusterSpec:
+    """Check a plain tree. Raises UserError."""
+    _check_keys(raw, ClusterSpec, "")
+    for name, kind in (("fence", Fence), ("node", Node), ("link", ClusterLink)):
+        entries = raw.get(name, [])
+        if not isinstance(entries, list):
+            raise UserError(f"{name} must be written as [[{name}]], once per entry")
+        for index, entry in enumerate(entries):
+            _check_keys(entry, kind, f"{name}[{index}].")
+    if "otherwise" in raw:
+        _check_keys(raw["otherwise"], Otherwise, "otherwise.")
+    try:
+        spec = msgspec.convert(raw, ClusterSpec, strict=True)
+    except msgspec.ValidationError as error:
+        raise UserError(f"cluster file: {error}") from None
+    check_spec(spec)
+    return spec
+
+
+def _check_keys(raw: Any, struct: type[msgspec.Struct], where: str) -> None:
+    if not isinstance(raw, dict):
+        raise UserError(f"{where.rstrip('.')} must be a table, it is {str(raw)[:80]}")
+    known = struct.__struct_fields__
+    for key, value in raw.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {where}{near[0]}?" if near else f"known: {', '.join(known)}"
+            raise UserError(f"unknown key {where}{key[:80]} = {str(value)[:80]!r}; {hint}")
+
+
+def check_spec(spec: ClusterSpec) -> None:
+    """Names unique and known, counts and rates in range. Raises UserError."""
+    fences = [fence.name for fence in spec.fence]
+    for name in [*fences, *(node.name for node in spec.node if node.name)]:
+        if _NAME.fullmatch(name) is None:
+            raise UserError(f"{name[:80]!r} is no name for a fence or node; use letters, digits, dots and dashes")
+    if not 0 < spec.goodput <= 1:
+        raise UserError(f"goodput is {spec.goodput}; it must lie above 0 and not above 1")
+    for index, node in enumerate(spec.node):
+        where = f"node[{index}]"
+        if node.fence not in fences:
+            raise UserError(f"{where}.fence is {node.fence[:80]!r}; known: {', '.join(fences)[:400]}")
+        if not 1 <= node.count <= MAX_NODES:
+            raise UserError(f"{where}.count is {node.count}; it must lie between 1 and {MAX_NODES}")
+        if not 0 <= node.flops_per_s < math.inf:
+            raise UserError(f"{where}.flops_per_s is {node.flops_per_s}; it must be finite and above zero")
+        if not node.device and not (node.flops_per_s and node.memory):
+            raise UserError(f"{where} has neither a device nor both flops_per_s and memory")
+    names = node_names(spec)
+    if not names or len(names) > MAX_NODES:
+        raise UserError(f"a cluster of {len(names)} nodes; it must have between 1 and {MAX_NODES}")
+    name, times = Counter(fences + names).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"the name {name!r} stands for {times} fences or nodes; give each its own")
+    for index, link in enumerate(spec.link):
+        for name in (link.a, link.b):
+            if name not in fences and name not in names:
+                near = difflib.get_close_matches(name, [*fences, *names], 1)
+                raise UserError(f"link[{index}] names {name[:80]!r}, no fence or node{f'; {near[0]}?' if near else ''}")
+
+
+def node_names(spec: ClusterSpec) -> list[str]:
+    """Names of all nodes in order: as given, or the fence with a number."""
+    names, counts = [], dict.fromkeys((fence.name for fence in spec.fence), 0)
+    for node in spec.node:
+        for k in range(node.count):
+            given = node.name if node.count == 1 else f"{node.name}{k}" if node.name else ""
+            names.append(given or f"{node.fence}{counts.get(node.fence, 0)}")
+            counts[node.fence] = counts.get(node.fence, 0) + 1
+    return names
+
+
+def build_cluster(spec: ClusterSpec, precision: str = "bfloat16", device_model: str = "rates") -> Cluster:
+    """The cluster in numbers.
+
+    Args:
+        precision: ``float32`` or ``bfloat16``, for the peaks of known devices.
+        device_model: ``rates`` of the library per kind of operator, or the paper's one ``lambda``.
+
+    Raises:
+        UserError: an unknown device, or a rate, size or duration that is not one.
+    """
+    nodes = _build_nodes(spec, precision, device_model)
+    rates, latencies = _build_links(spec, nodes)
+    shares = []
+    for fence in spec.fence:
+        if fence.uplink or fence.downlink:
+            texts = fence.uplink or fence.downlink, fence.downlink or fence.uplink
+            up, down = (parse_bandwidth_bytes_per_s(text) for text in texts)
+            members = tuple(i for i, node in enumerate(nodes) if node.site == fence.name)
+            shares.append(
+                Share(
+                    name=fence.name,
+                    nodes=members,
+                    up_bytes_per_s=up * spec.goodput,
+                    down_bytes_per_s=down * spec.goodput,
+                )
+            )
+    return Cluster(
+        nodes=nodes,
+        bandwidth_bytes_per_s=tuple(map(tuple, rates)),
+        latency_s=tuple(map(tuple, latencies)),
+        shares=tuple(shares),
+    )
+
+
+def _build_nodes(spec: ClusterSpec, precision: str, device_model: str) -> tuple[NodeModel, ...]:
+    names = iter(node_names(spec))
+    nodes = []
+    for entry in spec.node:
+        flops_per_s, memory_bytes = entry.flops_per_s, float(parse_num_bytes(entry.memory)) if entry.memory else 0.0
+        if entry.device:
+            device = find_device(entry.device)
+            lam = lambda_rates(device.peak(precision), LAMBDA) if device_model == "lambda" else device.rates(precision)
+            flops_per_s, memory_bytes = flops_per_s or lam.matmul, memory_bytes or device.usable_bytes
+        if memory_bytes <= 0:
+            raise UserError(f"a node of fence {entry.fence} has no memory; give it like memory = '24 GB'")
+        known = "" if entry.flops_per_s or device_model == "lambda" else entry.device
+        for _ in range(entry.count):
+            nodes.append(
+                NodeModel(
+                    name=next(names),
+                    flops_per_s=flops_per_s,
+                    memory_bytes=memory_bytes,
+                    site=entry.fence,
+                    device=known,
+                )
+            )
+    return tuple(nodes)
+
+
+def _build_links(spec: ClusterSpec, nodes: tuple[NodeModel, ...]) -> tuple[list[list[float]], list[list[float]]]:
+    """Rates and latencies, [from][to]; the later and the more exact line wins: nodes, then fences, then otherwise."""
+
+    def numbers(bandwidth: str, latency: str) -> tuple[float, float]:
+        return parse_bandwidth_bytes_per_s(bandwidth) * spec.goodput, parse_duration_s(latency)
+
+    fences: dict[tuple[str, str], tuple[float, float]] = {}
+    pairs: dict[tuple[str, str], tuple[float, float]] = {}
+    site_names = {fence.name for fence in spec.fence}
+    for fence in spec.fence:
+        fences[fence.name, fence.name] = numbers(fence.bandwidth, fence.latency)
+    for link in spec.link:
+        into = fences if link.a in site_names and link.b in site_names else pairs
+        into[link.a, link.b] = numbers(link.bandwidth, link.latency)
+        into[link.b, link.a] = numbers(link.back_bandwidth or link.bandwidth, link.latency)
+    rest = numbers(spec.otherwise.bandwidth, spec.otherwise.latency) if spec.otherwise is not None else (0.0, 0.0)
+
+    def between(a: NodeModel, b: NodeModel) -> tuple[float, float]:
+        for key in ((a.name, b.name), (a.name, b.site), (a.site, b.name)):
+            if key in pairs:
+                return pairs[key]
+        return fences.get((a.site, b.site), rest)
+
+    table = [[between(a, b) for b in nodes] for a in nodes]
+    return [[rate for rate, _ in row] for row in table], [[latency for _, latency in row] for row in table]
