@@ -12,32 +12,40 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusionllm.api.prepare import Job
+from fusionllm.capture.export import Captured
 from fusionllm.compress import Reference
 from fusionllm.compress.cut import Direction
-from fusionllm.compute import ComputeOptions
+from fusionllm.compute import ComputeOptions, OptimConfig
 from fusionllm.compute.stage import TorchStage
+from fusionllm.compute.wire import dtype_name
 from fusionllm.ir.codec import fit_codec, parse_codec
 from fusionllm.ir.cuts import split_graph
+from fusionllm.ir.plan import tied_params
 
 Place = tuple[str, int, tuple[int, ...]]
 
 
 class CodedPipeline:
-    """Stages of a job on one core; no parameter may be tied across stages.
+    """Stages of a captured model on one core, as many as boundaries and one.
 
     Args:
         boundaries: where `ir.cuts.split_graph` cuts. forward, backward: codecs of all links, as text.
     """
 
-    def __init__(self, job: Job, boundaries: Sequence[int], forward: str, backward: str) -> None:
-        config = job.config
-        options = ComputeOptions(seed=config.run.seed)
-        graphs = split_graph(job.captured.graph, list(boundaries))
-        self.stages = [TorchStage(graph, options, config.optimizer, config.train.steps) for graph in graphs]
+    def __init__(
+        self, captured: Captured, optim: OptimConfig, num_steps: int, boundaries: Sequence[int], *, seed: int = 0,
+        forward: str = "identity", backward: str = "identity",
+    ) -> None:  # fmt: skip
+        options = ComputeOptions(seed=seed, tied="microbatch")
+        graphs = split_graph(captured.graph, list(boundaries))
+        self._tied = tied_params([graph.params for graph in graphs])
+        self.stages = [
+            TorchStage(graph, options, optim, num_steps, [n for n, holders in self._tied.items() if k in holders])
+            for k, graph in enumerate(graphs)
+        ]
         for stage in self.stages:
             for name in stage.graph.held:
-                stage.load(name, job.captured.tensors[name])
+                stage.load(name, captured.tensors[name])
         self._forward, self._backward = parse_codec(forward), parse_codec(backward)
         self._ways: dict[Place, Direction] = {}
         self._consumers = {
@@ -55,10 +63,15 @@ class CodedPipeline:
             loss, sent, seen = self._run_forward(step, index, batch, train=True, coded=coded)
             self._run_backward(step, index, weight, sent, seen, coded=coded)
             total += loss * weight
+        self._exchange_tied()
         norm = sum(stage.grad_square_sum() for stage in self.stages) ** 0.5
         for stage in self.stages:
             stage.update(step, norm)
         return total
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name."""
+        return {name: tensor for stage in self.stages for name, tensor in stage.state()[0].items()}
 
     def mean_loss(self, batches: Sequence[Mapping[str, np.ndarray]], *, coded: bool) -> float:
         """Mean loss over the rows, nothing changed but the codecs' state."""
@@ -71,6 +84,15 @@ class CodedPipeline:
         ways = self._ways.items()
         dense = sum(4 * int(np.prod(shape)) * way.num_messages for (_, _, shape), way in ways)
         return sum(way.num_bytes for _, way in ways), dense
+
+    def _exchange_tied(self) -> None:
+        gradients = [stage.tied_gradients() for stage in self.stages]
+        parts = {
+            name: [gradients[k][name] for k in sorted(holders, reverse=True) if name in gradients[k]]
+            for name, holders in self._tied.items()
+        }
+        for stage in self.stages:
+            stage.reduce_tied({name: part for name, part in parts.items() if name in stage.graph.params and part})
 
     def _run_forward(self, step: int, index: int, batch: Mapping[str, np.ndarray], *, train: bool, coded: bool) -> Any:
         values = {name: torch.from_numpy(array) for name, array in batch.items()}
@@ -110,6 +132,6 @@ class CodedPipeline:
         shape = tuple(x.shape)
         place = (f"{kind}:{value}", consumer, shape)
         if place not in self._ways:
-            spec = fit_codec(self._forward if kind == "f" else self._backward, shape, "float32")
-            self._ways[place] = Direction(spec, shape, "float32")
+            spec = fit_codec(self._forward if kind == "f" else self._backward, shape, dtype_name(x))
+            self._ways[place] = Direction(spec, shape, dtype_name(x))
         return self._ways[place].send(x, Reference(at_sender), Reference(at_receiver))[0]

@@ -91,7 +91,10 @@ def _train(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     graph = job.captured.graph
     symbols = dict.fromkeys(graph.symbols, 8)
     boundaries = partition_graph(graph, args.stages, "equal-compute", symbols, costs=anchored_flops(graph, symbols))
-    pipeline = CodedPipeline(job, boundaries, *METHODS[method])
+    forward, backward = METHODS[method]
+    pipeline = CodedPipeline(
+        job.captured, config.optimizer, args.steps, boundaries, seed=seed, forward=forward, backward=backward
+    )
     losses, norms = [], []
     for step in range(args.steps):
         batches = job.dataset.microbatches(step, global_batch=8, microbatch_size=8)

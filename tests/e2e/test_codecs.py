@@ -38,7 +38,10 @@ def config_of(root: Path, **compression: object) -> RunConfig:
 
 def losses_in_one_process(config: RunConfig, boundaries: list[int]) -> list[float]:
     job = prepare(config, Path.cwd())
-    pipeline = CodedPipeline(job, boundaries, config.compression.forward, config.compression.backward)
+    codecs = {"forward": config.compression.forward, "backward": config.compression.backward}
+    pipeline = CodedPipeline(
+        job.captured, config.optimizer, config.train.steps, boundaries, seed=config.run.seed, **codecs
+    )
     return [
         pipeline.train_step(step, job.dataset.microbatches(step, global_batch=6, microbatch_size=2))
         for step in range(config.train.steps)

@@ -15,6 +15,7 @@ import torch
 
 from fusionllm.capture.gradients import keep_detached, refuse_own_backward
 from fusionllm.capture.normalise import GraphBuilder, user_line
+from fusionllm.capture.portable import portable
 from fusionllm.errors import CaptureError, GraphError
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.verify import verify_graph
@@ -72,14 +73,12 @@ def capture_module(
     """
     names = _check_inputs(module, example_inputs)
     module.train(mode == "train")
-    config = getattr(module, "config", None)
-    if config is not None and getattr(config, "use_cache", False):
-        config.use_cache = False
     wrapper = _LossOnly(module, names)
     inputs = tuple(example_inputs[name] for name in names)
-    dynamic: Any = {"inputs": tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs)}
+    rows = torch.export.Dim("rows")  # one for all inputs: their first dimensions are equal
+    dynamic: Any = {"inputs": tuple({0: rows} for _ in inputs)}
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), refuse_own_backward():
+        with warnings.catch_warnings(), torch.enable_grad(), refuse_own_backward(), portable(module):
             warnings.simplefilter("ignore")
             program = torch.export.export(wrapper, inputs, dynamic_shapes=dynamic, strict=False)
             keep_detached(program)
@@ -123,7 +122,7 @@ def _explain(error: Exception) -> str:
             "on a tensor, e.g. with torch.where"
         )
     if "Constraints violated" in text or "specialized" in text:
-        return f"the batch size is fixed by the model: {first}; let no shape depend on the number of rows"
+        return f"the batch size is fixed by the model: {first}; let no shape depend on the number of rows (len(x) makes it a constant, x.shape[0] does not)"
     if "use_cache" in text or "Cache" in first:
         return f"the model returns a cache ({first}); set use_cache=False in its config"
     return f"torch.export cannot capture the model at {where}: {kind}: {first}"

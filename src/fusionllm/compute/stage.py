@@ -145,7 +145,7 @@ class TorchStage:
     def backward(
         self, step: int, microbatch_index: int, grads: Mapping[str, torch.Tensor], loss_weight: float
     ) -> dict[str, torch.Tensor]:
-        """Gradients of all received floating-point values; parameter gradients are accumulated.
+        """Gradients of the received values that need one; parameter gradients are accumulated.
 
         Args:
             grads: gradients of the sent values, summed over their consumers.
@@ -173,7 +173,7 @@ class TorchStage:
         return {i: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for i, leaf in stash.leaves.items()}
 
     def _leaves(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        received = {v.id for v in self.graph.recv}
+        received = {v.id for v in self.graph.recv} - set(self.graph.frozen)
         return {i: t.detach().requires_grad_() for i, t in values.items() if i in received and t.is_floating_point()}
 
     def _recompute(self, stash: _Stash, context: Context) -> _Stash:

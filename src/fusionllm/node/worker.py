@@ -20,6 +20,7 @@ import msgspec
 from fusionllm.compute import ComputeOptions, OptimConfig, load_backend
 from fusionllm.compute.wire import dtype_name
 from fusionllm.errors import FusionError, RemoteProtocolError
+from fusionllm.ir.cuts import trained_ids
 from fusionllm.ir.graph import OpGraph, decode_graph
 from fusionllm.ir.program import StageProgram
 from fusionllm.node.codecs import StageCodecs
@@ -78,8 +79,7 @@ class StageWorker(threading.Thread):
         self.graph: OpGraph = decode_graph(assign.graph)
         self.door = Door(assign, self.graph)
         self._codecs = StageCodecs(assign.codecs)
-        specs = self.graph.specs()
-        self._float = frozenset(v for v in (*assign.producers, *assign.consumers) if specs[v].is_float)
+        self._differentiable = trained_ids(self.graph) & {*assign.producers, *assign.consumers}
         self._tensors: dict[s.Slot, Any] = {}
         self._outs: dict[tuple[int, int], dict[str, Any]] = {}
         self._grads: dict[tuple[int, int], dict[str, Any]] = {}
@@ -132,7 +132,7 @@ class StageWorker(threading.Thread):
             inputs=tuple(v.id for v in self.graph.inputs),
             producers=assign.producers,
             consumers=assign.consumers,
-            differentiable=self._float,
+            differentiable=frozenset(self._differentiable),
             tied=assign.tied,
             program=self._program,
         )
