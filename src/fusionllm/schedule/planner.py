@@ -102,8 +102,10 @@ def place_dp(workload: Workload, cluster: Cluster, others: Sequence[Placement] =
         step_s, point = search.improve(points[index], float(steps[index]))
         finished[point] = step_s
     best = sorted(finished, key=lambda point: (finished[point], len(point.nodes), point))[:4]
-    if best:
-        best.insert(0, search.polish(best[0], finished[best[0]])[1])
+    polished = {
+        point: step_s for step_s, point in (search.polish(p, finished[p]) for p in best[: len(best) if small else 1])
+    }
+    best = [*sorted(polished, key=lambda point: polished[point]), *best]
     return [point.placement(workload.pipeline) for point in dict.fromkeys(best)]
 
 
