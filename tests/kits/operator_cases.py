@@ -236,14 +236,17 @@ def _batch_norm(a: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> t
     return y, None, None, 0.8 * mean + 0.2 * flat.mean(1).detach(), 0.8 * var + 0.2 * flat.var(1).detach()
 
 
-def _batch_norm_fixed(a: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    return ((a - mean[:, None, None]) / (var[:, None, None] + 1e-3) ** 0.5) * w[:, None, None] + b[:, None, None]
+def _batch_norm_fixed(a: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> tuple[Any, ...]:
+    w, b, mean, var = (t[:, None, None] for t in (w, b, mean, var))
+    return (a - mean) / (var + 1e-3) ** 0.5 * w + b, None, None
 
 
 _STATISTICS = {"running_mean": Held(real(35, 4)), "running_var": Held(real(36, 4).abs())}
 op("aten._native_batch_norm_legit_functional.default", _batch_norm,
    input=IMAGE, weight=ROW, bias=real(37, 4), **_STATISTICS,
    training=True, momentum=0.2, eps=1e-3)
+op("aten._native_batch_norm_legit_no_training.default", _batch_norm_fixed,
+   input=IMAGE, weight=ROW, bias=real(37, 4), **_STATISTICS, momentum=0.2, eps=1e-3)
 op("aten.layer_norm.default", lambda a, w, b: _scaled(a, [1], 1e-3) * w + b,
    input=A, normalized_shape=[4], weight=ROW, bias=real(37, 4), eps=1e-3)
 op("aten.rms_norm.default", lambda a, w: a / ((a * a).mean(1, True) + 1e-3) ** 0.5 * w,

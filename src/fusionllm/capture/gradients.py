@@ -71,6 +71,8 @@ def refuse_own_backward() -> Iterator[None]:
     """Within it, calling a ``torch.autograd.Function`` raises CaptureError: export would forget its backward."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch._library.autograd":  # a torch.library operator: it keeps its backward in the graph
+            return held.__get__(None, cls)(*args, **kwargs)
         raise CaptureError(
             f"the model uses {cls.__module__}.{cls.__qualname__}, an autograd.Function with its own backward, which "
             "no graph can hold; write it with operators and .detach(), e.g. x + (x.round() - x).detach()"

@@ -95,6 +95,14 @@ def _batch_norm(
     return F.batch_norm(input, mean, var, weight, bias, training, momentum, eps), None, None, mean, var
 
 
+def _batch_norm_fixed(
+    input: torch.Tensor, weight: Any, bias: Any, running_mean: torch.Tensor, running_var: torch.Tensor, momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    """By the statistics held; torch's own form has no derivative."""
+    return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps), None, None
+
+
 def _copy(self: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
     """``self`` overwritten by ``src``; torch's own functional form has no derivative."""
     return src.to(self.dtype).expand(self.shape).clone()
@@ -117,6 +125,7 @@ RANDOM: dict[str, Callable[..., Any]] = {
 PLAIN: dict[str, Callable[..., Any]] = {
     "ir.cast": lambda x, dtype: x.to(dtype),
     "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    "aten._native_batch_norm_legit_no_training.default": _batch_norm_fixed,
     "aten.copy.default": _copy,
     **{f"sym.{name}": function for name, function in _SYM.items()},
 }

@@ -45,6 +45,7 @@ _SCALAR_OPS = (
 OPS: dict[str, OpSchema] = {
     "aten.__and__.Tensor": OpSchema(("self", "other"), 2),
     "aten._native_batch_norm_legit_functional.default": OpSchema(("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"), 8),
+    "aten._native_batch_norm_legit_no_training.default": OpSchema(("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps"), 7),
     "aten.abs.default": OpSchema(("self",), 1),
     "aten.adaptive_avg_pool1d.default": OpSchema(("self", "output_size"), 2),
     "aten.adaptive_avg_pool2d.default": OpSchema(("self", "output_size"), 2),
