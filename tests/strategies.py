@@ -97,7 +97,7 @@ def _op(draw, out: str, defined: list[str], index: int) -> Op:
         specs=tuple(draw(specs()) for _ in range(1 + extra)),
         scope=draw(texts),
         source=draw(texts),
-        rng=index if schema.rng and ({"p", "dropout_p"} & set(given) or draw(st.booleans())) else None,
+        rng=index if schema.rng and ({"p", "dropout_p", "dropout"} & set(given) or draw(st.booleans())) else None,
     )
 
 

@@ -133,6 +133,36 @@ def test_attention_drops_probabilities(backend: str) -> None:
     assert 0 < (dropped == 0).double().mean() < 0.5
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["aten.lstm.input", "aten.gru.input"])
+def test_a_recurrent_layer_drops_between_its_layers_only(name: str, backend: str) -> None:
+    kinds, states = (4, 2) if "lstm" in name else (3, 1)
+    hidden = [real(60 + i, 4, 2, 5) for i in range(states)]
+    sizes = [s for width in (4, 10) for _ in range(2) for s in ((kinds * 5, width), (kinds * 5, 5))]
+    args = {
+        "input": real(62, 3, 2, 4), "hx": hidden if states == 2 else hidden[0],
+        "params": [real(63 + i, *size) for i, size in enumerate(sizes)], "has_biases": False, "num_layers": 2,
+        "dropout": 0.5, "train": True, "bidirectional": True, "batch_first": False,
+    }  # fmt: skip
+    results = [torch.zeros(3, 2, 10, dtype=torch.float64), *hidden]
+    dropping = Call(backend, name, Case(args, lambda *_: None), results, rng=0)
+    calm = Call(backend, name, Case({**args, "dropout": 0.0}, lambda *_: None), results)
+    first, again, later, off = (
+        dropping.forward(),
+        dropping.forward(),
+        dropping.forward(1),
+        dropping.forward(train=False),
+    )
+    assert all(map(torch.equal, first, again)) and not torch.equal(first[0], later[0])
+    assert all(map(torch.equal, off, calm.forward()))
+    # the first layer's last state is before any dropout, the second layer's behind it
+    assert torch.equal(first[1][:2], off[1][:2]) and not torch.equal(first[1][2:], off[1][2:])
+    function = {"aten.lstm.input": torch.lstm, "aten.gru.input": torch.gru}[name]
+    whole = function(args["input"], args["hx"], args["params"], False, 2, 0.0, True, True, False)
+    for one, other in zip(off, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 SIZE_CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "sym.add": ((3, 4), 7), "sym.sub": ((3, 4), -1), "sym.mul": ((3, 4), 12), "sym.floordiv": ((4, 3), 1),
     "sym.truediv": ((3, 4), 0.75), "sym.mod": ((4, 3), 1), "sym.eq": ((3, 3), True), "sym.ne": ((3, 3), False),

@@ -122,7 +122,10 @@ def _explain(error: Exception) -> str:
             "on a tensor, e.g. with torch.where"
         )
     if "Constraints violated" in text or "specialized" in text:
-        return f"the batch size is fixed by the model: {first}; let no shape depend on the number of rows (len(x) makes it a constant, x.shape[0] does not)"
+        return (
+            f"the batch size is fixed by the model: {first}; let no shape depend on the number of rows "
+            "(len(x) makes it a constant, x.shape[0] does not)"
+        )
     if "use_cache" in text or "Cache" in first:
         return f"the model returns a cache ({first}); set use_cache=False in its config"
     return f"torch.export cannot capture the model at {where}: {kind}: {first}"

@@ -36,6 +36,7 @@ _IDENTITY = {"clone", "alias", "contiguous", "lift_fresh_copy", "lift_fresh"}
 _RESHAPES = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"}
 _CASTS = {"to", "_to_copy"}
 _DROPOUTS = {"aten.dropout.default", "aten.native_dropout.default"}
+_RECURRENT = {"lstm", "gru"}
 _STRIPPED = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 
 
@@ -157,9 +158,9 @@ class GraphBuilder:
             name, args = "ir.cast", {"x": args["self"], "dtype": {"dt": _dtype(node.meta["val"].dtype)}}
         elif base == "empty_like":
             name, args = "aten.zeros_like.default", args
-        rng = None
-        if name == "aten.scaled_dot_product_attention.default" and args.get("dropout_p", 0.0):
-            rng = self._next_rng()
+        elif base in _RECURRENT and (not args["train"] or args["num_layers"] == 1):
+            args["dropout"] = 0.0
+        rng = self._next_rng() if any(args.get(chance) for chance in ("dropout_p", "dropout")) else None
         self._append(node, name, args, rng)
 
     def _name_of(self, node: Any) -> str | None:

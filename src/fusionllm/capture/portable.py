@@ -72,7 +72,7 @@ def _plain_gelu(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _no_mask_guessing(module: torch.nn.Module) -> Iterator[None]:
-    """`torch.nn.Transformer` compares a mask's values with a causal one to pick a kernel; the mask alone says it all."""
+    """`torch.nn.Transformer` looks whether a mask's values are causal, to pick a kernel; the mask alone says it all."""
     from torch.nn.modules import transformer
 
     name = "_detect_is_causal_mask"

@@ -66,6 +66,9 @@ def attention(
     return dropout(scores.softmax(-1), p, seed) @ value
 
 
+_drop = dropout  # a name that no operator's argument has
+
+
 def _dropout_handler(context: Context, rng: int, x: torch.Tensor, p: float) -> torch.Tensor:
     if not context.train:
         return x
@@ -85,6 +88,32 @@ def _attention_handler(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True
         )
     return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
+
+
+def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer of torch, layer by layer where it drops in between: torch's own would draw from the process."""
+
+    def run(
+        context: Context, rng: int, input: torch.Tensor, hx: Any, params: list[torch.Tensor], has_biases: bool,
+        num_layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        if not (dropout > 0 and train and context.train and num_layers > 1):
+            return tuple(function(input, hx, params, has_biases, num_layers, 0.0, train, bidirectional, batch_first))
+        seed = seed_of(context.seed, context.step, context.microbatch_index, rng)
+        states = hx if isinstance(hx, (list, tuple)) else [hx]
+        width, size = (2 if bidirectional else 1), len(params) // num_layers
+        ends = []
+        for layer in range(num_layers):
+            if layer:
+                input = _drop(input, dropout, seed_of(seed, 0, 0, layer))
+            own = [state[layer * width : (layer + 1) * width] for state in states]
+            weights = params[layer * size : (layer + 1) * size]
+            first = own if isinstance(hx, (list, tuple)) else own[0]
+            input, *last = function(input, first, weights, has_biases, 1, 0.0, train, bidirectional, batch_first)
+            ends.append(last)
+        return (input, *(torch.cat(parts) for parts in zip(*ends)))
+
+    return run
 
 
 def _batch_norm(
@@ -120,6 +149,8 @@ _SYM: dict[str, Callable[..., Any]] = {
 RANDOM: dict[str, Callable[..., Any]] = {
     "ir.dropout": _dropout_handler,
     "aten.scaled_dot_product_attention.default": _attention_handler,
+    "aten.gru.input": _recurrent(torch.ops.aten.gru.input),
+    "aten.lstm.input": _recurrent(torch.ops.aten.lstm.input),
 }
 #: Handlers called with our argument names.
 PLAIN: dict[str, Callable[..., Any]] = {

@@ -157,8 +157,8 @@ def _check_op(op: Op, where: str, defined: set[str], graph: OpGraph) -> None:
 
 def _draws(op: Op) -> bool:
     """Whether a random operator may draw: its probability is anything but absent or 0."""
-    chance = op.args.get("p", op.args.get("dropout_p"))
-    return chance is not None and (not isinstance(chance, (int, float)) or chance != 0)
+    chances = [op.args.get(name) for name in ("p", "dropout_p", "dropout")]
+    return any(c is not None and (not isinstance(c, (int, float)) or c != 0) for c in chances)
 
 
 def _check_arg(arg: Arg, where: str, defined: set[str], depth: int) -> None:
