@@ -1,4 +1,4 @@
-"""The command line: `fusionllm train | broker | join | graph | export`. The roof: parses, calls the api, prints.
+"""The command line: `fusionllm train | broker | join | graph | plan | export`. The roof: parses, calls the api, prints.
 
 Heavy imports happen inside the commands, so that `--help` and `--version` answer at once and broker needs no torch.
 Exit codes: 0 done, 1 the run failed, 2 something given was wrong, 130 interrupted.
@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fusionllm import __version__
+from fusionllm.cli.plan import plan
 from fusionllm.errors import FusionError
 
 app = typer.Typer(
@@ -33,6 +34,9 @@ def _version(value: bool) -> None:
     if value:
         typer.echo(f"fusionllm {__version__}")
         raise typer.Exit
+
+
+app.command()(plan)
 
 
 @app.callback()

@@ -248,6 +248,8 @@ def explain_left_out(workload: Workload, cluster: Cluster, placement: Placement,
         with_it = float(min(search.tables.evaluate(moves, only_best=True), default=float("inf")))
         if with_it == float("inf"):
             reason = "no stage that it could hold has a way to the others"
+        elif with_it > step_s * 2:
+            reason = f"one of them taken in makes a step {with_it / step_s:.1f} times as long"
         elif with_it > step_s * 1.001:
             reason = f"one of them taken in makes a step {with_it / step_s - 1:.1%} longer"
         else:

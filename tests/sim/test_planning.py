@@ -1,0 +1,173 @@
+"""Cluster files, what-ifs, studies and the command: bad input is named, plans are explained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fusionllm.cli.plan import plan
+from fusionllm.errors import PlanError, UserError
+from fusionllm.ir.graph import Op, OpGraph, Param, Value, encode_graph
+from fusionllm.ir.tensor import TensorSpec
+from fusionllm.ir.text import graph_to_text
+from fusionllm.sim.cluster import build_cluster, build_spec, load_cluster, node_names
+from fusionllm.sim.study import Study, StudyOptions, build_workload, study
+from fusionllm.sim.what_if import change
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.toml"))
+BASE = {
+    "fence": [{"name": "lab", "uplink": "100 Mbps"}, {"name": "home"}],
+    "node": [{"fence": "lab", "device": "RTX 4090", "count": 2}, {"fence": "home", "name": "pc", "device": "T4"}],
+    "link": [{"a": "lab", "b": "home", "bandwidth": "40 Mbps", "back_bandwidth": "80 Mbps", "latency": "5 ms"}],
+}
+
+
+def deep(width: int = 512, layers: int = 8) -> OpGraph:
+    """A chain of square layers ending in a mean."""
+    spec = TensorSpec("float32", ("B", width))
+    weights = {f"w{k}": Param(f"p:w{k}", TensorSpec("float32", (width, width))) for k in range(layers)}
+    ops = [
+        Op(
+            name="aten.linear.default",
+            args={"input": {"r": f"h{k - 1}" if k else "x"}, "weight": {"r": f"p:w{k}"}},
+            outs=(f"h{k}",),
+            specs=(spec,),
+        )
+        for k in range(layers)
+    ]
+    last = {"self": {"r": f"h{layers - 1}"}}
+    loss = Op(name="aten.mean.default", args=last, outs=("loss",), specs=(TensorSpec("float32", ()),))
+    return OpGraph(symbols={"B": 1}, inputs=(Value("x", spec),), params=weights, ops=(*ops, loss), outputs=("loss",))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_cluster_is_planned(path):
+    spec = load_cluster(path)
+    cluster = build_cluster(spec)
+    found = study(build_workload(deep(), StudyOptions(microbatch_size=64, num_microbatches=8)), cluster)
+    assert sum(len(nodes) for nodes in found.fences.values()) == len(cluster.nodes) == len(node_names(spec))
+    used = {stage.node for stage in found.stages}
+    assert sum(left.count for left in found.left_out) == len(cluster.nodes) - len(used)
+    for value in found.others.values():
+        assert isinstance(value, str) or found.step_s <= value * 1.01
+    assert all(stage.memory_bytes <= stage.limit_bytes for stage in found.stages)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Study) == found
+
+
+def test_a_cluster_in_numbers():
+    cluster = build_cluster(build_spec(BASE))
+    assert [node.name for node in cluster.nodes] == ["lab0", "lab1", "pc"]
+    assert cluster.bandwidth_bytes_per_s[0][2] == pytest.approx(40e6 / 8 * 0.9)
+    assert cluster.bandwidth_bytes_per_s[2][0] == pytest.approx(80e6 / 8 * 0.9)
+    assert cluster.latency_s[0][2] == 0.005
+    assert [(share.name, share.nodes) for share in cluster.shares] == [("lab", (0, 1))]
+    assert build_cluster(build_spec(BASE), device_model="lambda").nodes[0].device == ""
+
+
+@pytest.mark.parametrize(
+    ("table", "entry", "words"),
+    [
+        ("node", {"fence": "lab", "devise": "T4"}, ["node[0].devise", "did you mean node[0].device"]),
+        ("node", {"fence": "lba", "device": "T4"}, ["'lba'", "known: lab, home"]),
+        ("node", {"fence": "lab", "device": "T4", "count": 0}, ["count is 0", "between 1"]),
+        ("node", {"fence": "lab", "device": "T4", "count": True}, ["int"]),
+        ("node", {"fence": "lab"}, ["neither a device nor"]),
+        ("node", {"fence": "lab", "flops_per_s": float("nan"), "memory": "1 GB"}, ["nan", "finite"]),
+        ("node", {"fence": "lab", "flops_per_s": -1.0, "memory": "1 GB"}, ["-1.0", "above zero"]),
+        ("node", {"fence": "lab", "device": "T5"}, ["'T5'", "T4"]),
+        ("node", {"fence": "lab", "flops_per_s": 1e12, "memory": "big"}, ["'big'", "size"]),
+        ("link", {"a": "lab", "b": "hom", "bandwidth": "1 Gbps"}, ["'hom'", "home"]),
+        ("link", {"a": "lab", "b": "home", "bandwidth": "fast"}, ["'fast'", "Mbps"]),
+        ("link", {"a": "lab", "b": "home", "bandwidth": "0 Mbps"}, ["above zero"]),
+        ("fence", {"name": "lab\n"}, ["no name"]),
+    ],
+)
+def test_a_bad_cluster_file_is_refused(table, entry, words):
+    raw = {**BASE, table: [entry, *BASE[table]] if table == "fence" else [entry]}
+    with pytest.raises(UserError) as caught:
+        build_cluster(build_spec(raw))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_names_stand_for_one_thing():
+    with pytest.raises(UserError, match="'lab' stands for 2"):
+        build_spec({**BASE, "fence": [*BASE["fence"], {"name": "lab"}]})
+    with pytest.raises(UserError, match="unknown key fences"):
+        build_spec({**BASE, "fences": []})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["fence", "node", "link", "otherwise", "goodput", "name"]), json_values)
+def test_anything_else_is_a_user_error_or_a_cluster(key, value):
+    with contextlib.suppress(UserError):
+        build_cluster(build_spec({**BASE, key: value}))
+
+
+def test_changes():
+    spec = build_spec(BASE)
+    faster = build_cluster(change(spec, "link lab-home=1Gbps 1ms"))
+    assert faster.bandwidth_bytes_per_s[0][2] == faster.bandwidth_bytes_per_s[2][0] == pytest.approx(1e9 / 8 * 0.9)
+    assert faster.latency_s[2][1] == 0.001
+    assert node_names(change(spec, "add 2x RTX 4090 in fence home"))[-2:] == ["home1", "home2"]
+    assert node_names(change(spec, "without lab")) == ["pc"]
+    assert node_names(change(spec, "without lab0")) == ["lab1", "pc"]
+    assert build_cluster(change(spec, "link lab-lab=10 Gbps")).bandwidth_bytes_per_s[0][1] > 1e9
+    for text, words in (
+        ("link lab-hom=1Gbps", "no two fences or nodes"),
+        ("add 2x RTX 9 in fence home", "not known"),
+        ("add 2x T4 in fence hom", "known: lab, home"),
+        ("without cellar", "no such fence"),
+        ("faster please", "write it like"),
+    ):
+        with pytest.raises(UserError, match=words):
+            change(spec, text)
+
+
+def test_what_does_not_fit_says_what_would():
+    spec = build_spec(
+        {"fence": [{"name": "a"}], "node": [{"fence": "a", "flops_per_s": 1e12, "memory": "8 MB", "count": 2}]}
+    )
+    workload = build_workload(deep(), StudyOptions(microbatch_size=4, num_microbatches=4))
+    with pytest.raises(PlanError, match=r"stage \d needs .* GiB on a\d.* smallest change found: .* or \d more node"):
+        study(workload, build_cluster(spec))
+
+
+@pytest.mark.parametrize("form", ["text", "json", "folder"])
+def test_the_command_reads_a_captured_graph(form, tmp_path):
+    app = typer.Typer()
+    app.command()(plan)
+    path = tmp_path / "graph.json"
+    path.write_bytes(graph_to_text(deep()).encode() if form == "text" else encode_graph(deep()))
+    given_path = str(tmp_path if form == "folder" else path)
+    words = [given_path, "--cluster", str(EXAMPLES[0]), "--num-microbatches", "4"]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "a step, predicted" in shown.output and "left out" in shown.output
+    as_json = json.loads(CliRunner().invoke(app, [*words, "--json", "--what-if", "without OH"]).stdout)
+    assert as_json["stages"] and "without OH" in as_json["what_if"]
+    bad = CliRunner().invoke(app, [*words, "--pipeline", "2f2b"])
+    assert bad.exit_code == 2 and "known: gpipe" in bad.output
+    missing = CliRunner().invoke(app, [given_path + "x", "--cluster", str(EXAMPLES[0])])
+    assert missing.exit_code == 2 and "cannot read" in missing.output
+
+
+def test_planning_needs_no_tensor_framework():
+    code = "import sys, fusionllm.cli.show_plan, fusionllm.sim.what_if; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
