@@ -242,9 +242,12 @@ class Run:
 
     def _checkpoint(self, job: Job, trainer: Trainer, run_dir: RunDir, step: int) -> State:
         state, graph = trainer.fetch_state(), job.captured.graph
-        persistent = {*graph.params, *(n for n, b in graph.buffers.items() if b.persistent)}
+        # frozen parameters are the model's own, as it comes from its source; of a LoRA run only the adapters are kept
+        kept = {n for n, p in graph.params.items() if p.trainable} | {
+            n for n, b in graph.buffers.items() if b.persistent
+        }
         # a tensor that no stage holds, since no operator reads it, is as it was
-        weights = {n: state.weights.get(n, initial) for n, initial in job.weights().items() if n in persistent}
+        weights = {n: state.weights.get(n, initial) for n, initial in job.weights().items() if n in kept}
         meta = CheckpointMeta(
             graph_hash=job.graph_hash,
             seed=job.config.run.seed,

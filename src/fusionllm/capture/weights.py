@@ -13,10 +13,10 @@ from fusionllm.errors import CheckpointError, UserError
 
 
 def write_back(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors by name into the module's parameters and buffers; a tied one is given once.
+    """Copy tensors by name into the module's parameters and buffers; a tied one is given once, a frozen one may lack.
 
     Raises:
-        CheckpointError: a parameter is missing or has another shape.
+        CheckpointError: a trained parameter is missing, or one has another shape.
     """
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     written: set[int] = set()
@@ -28,7 +28,7 @@ def write_back(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
                 raise CheckpointError(f"tensor {name!r} of shape {list(tensor.shape)} does not fit the model ({shape})")
             target.copy_(tensor)
             written.add(id(target))
-    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in written]
+    missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in written]
     if missing:
         raise CheckpointError(f"{len(missing)} parameters got no value, e.g. {missing[0]}")
 

@@ -279,7 +279,9 @@ class StageWorker(threading.Thread):
         while self._fetches and self._machine.idle and self._done_seq >= self._fetches[0].seq:
             header = self._fetches.pop(0)
             weights, optimizer = self._stage.state()
-            for name, tensor in weights.items():
+            frozen = {name for name, param in self.graph.params.items() if not param.trainable}
+            for name in weights.keys() - frozen:  # whoever asks has those
+                tensor = weights[name]
                 self._send(s.OWNER, "weight", header.seq, -1, name, tensor.clone(), m.Priority.STATE)
             for name, tensor in optimizer.items():
                 self._send(s.OWNER, "optimizer", header.seq, -1, name, tensor.clone(), m.Priority.STATE)
