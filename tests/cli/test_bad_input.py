@@ -188,7 +188,11 @@ def test_flags_are_frozen():
         "join": {"ticket", "name", "fence", "host", "port", "advertise", "device", "parent_pipe"},
         "graph": {"model", "batch", "seq_len", "sets", "as_json", "dot", "text"},
         "export": {"run", "folder", "step", "as_json"},
-    }
+        "plan": {
+            "graph_or_run", "cluster", "microbatch_size", "num_microbatches", "pipeline", "precision", "optimizer",
+            "device_model", "what_if", "as_json",
+        },
+    }  # fmt: skip
     import typer
 
     group = typer.main.get_command(app)

@@ -142,10 +142,10 @@ def test_changes():
 
 def test_what_does_not_fit_says_what_would():
     spec = build_spec(
-        {"fence": [{"name": "a"}], "node": [{"fence": "a", "flops_per_s": 1e12, "memory": "8 MB", "count": 2}]}
+        {"fence": [{"name": "a"}], "node": [{"fence": "a", "flops_per_s": 1e12, "memory": "12 MB", "count": 2}]}
     )
     workload = build_workload(deep(), StudyOptions(microbatch_size=4, num_microbatches=4))
-    with pytest.raises(PlanError, match=r"stage \d needs .* GiB on a\d.* smallest change found: .* or \d more node"):
+    with pytest.raises(PlanError, match=r"stage \d needs .* MiB on a\d.* smallest change found: .* or \d more node"):
         study(workload, build_cluster(spec))
 
 

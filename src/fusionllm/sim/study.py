@@ -32,6 +32,7 @@ from fusionllm.schedule.planner import plan_placement
 from fusionllm.schedule.search import Search
 from fusionllm.schedule.tables import Tables
 from fusionllm.schedule.timeline import StageModel
+from fusionllm.units import format_num_bytes
 
 
 class StudyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -268,7 +269,9 @@ def explain_misfit(workload: Workload, cluster: Cluster) -> str:
             best, high = plan_placement(workload, _with_memory(cluster, middle))[0].placement, middle
         except PlanError:
             low = middle
-    total = f"State of {needed / 2**30:.1f} GiB stands against {there / 2**30:.1f} GiB on {len(cluster.nodes)} nodes"
+    total = (
+        f"State of {format_num_bytes(needed)} stands against {format_num_bytes(there)} on {len(cluster.nodes)} nodes"
+    )
     if best is None:
         return f"{total}; even {high:.0f} times the memory would not do: some node has no way to the others"
     programs = build_programs(pipeline_name(workload.pipeline, best.depths), len(best.nodes), workload.num_microbatches)
@@ -279,8 +282,8 @@ def explain_misfit(workload: Workload, cluster: Cluster) -> str:
     over, k, need = max(lacks)
     node, short = cluster.nodes[best.nodes[k]], sum(max(0.0, lack[0]) for lack in lacks)
     return (
-        f"{total}. Nearest plan: stage {k} needs {need / 2**30:.2f} GiB on {node.name}, {over / 2**30:.2f} GiB more "
-        f"than it has; smallest change found: {short / 2**30:.2f} GiB more over {sum(x[0] > 0 for x in lacks)} nodes"
+        f"{total}. Nearest plan: stage {k} needs {format_num_bytes(need)} on {node.name}, {format_num_bytes(over)} more "
+        f"than it has; smallest change found: {format_num_bytes(short)} more over {sum(x[0] > 0 for x in lacks)} nodes"
         f"{_more_nodes(workload, cluster)}"
     )
 
