@@ -25,6 +25,7 @@ from fusionllm.sim.study import Study, StudyOptions, build_workload, study
 from fusionllm.sim.what_if import change
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.toml"))
+LAB = next(path for path in EXAMPLES if path.stem == "one-lab")
 BASE = {
     "fence": [{"name": "lab", "uplink": "100 Mbps"}, {"name": "home"}],
     "node": [{"fence": "lab", "device": "RTX 4090", "count": 2}, {"fence": "home", "name": "pc", "device": "T4"}],
@@ -156,15 +157,15 @@ def test_the_command_reads_a_captured_graph(form, tmp_path):
     path = tmp_path / "graph.json"
     path.write_bytes(graph_to_text(deep()).encode() if form == "text" else encode_graph(deep()))
     given_path = str(tmp_path if form == "folder" else path)
-    words = [given_path, "--cluster", str(EXAMPLES[0]), "--num-microbatches", "4"]
+    words = [given_path, "--cluster", str(LAB), "--num-microbatches", "4"]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output
     assert "a step, predicted" in shown.output and "left out" in shown.output
-    as_json = json.loads(CliRunner().invoke(app, [*words, "--json", "--what-if", "without OH"]).stdout)
-    assert as_json["stages"] and "without OH" in as_json["what_if"]
+    as_json = json.loads(CliRunner().invoke(app, [*words, "--json", "--what-if", "without lab0"]).stdout)
+    assert as_json["stages"] and "without lab0" in as_json["what_if"]
     bad = CliRunner().invoke(app, [*words, "--pipeline", "2f2b"])
     assert bad.exit_code == 2 and "known: gpipe" in bad.output
-    missing = CliRunner().invoke(app, [given_path + "x", "--cluster", str(EXAMPLES[0])])
+    missing = CliRunner().invoke(app, [given_path + "x", "--cluster", str(LAB)])
     assert missing.exit_code == 2 and "cannot read" in missing.output
 
 

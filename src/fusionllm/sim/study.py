@@ -282,8 +282,9 @@ def explain_misfit(workload: Workload, cluster: Cluster) -> str:
     over, k, need = max(lacks)
     node, short = cluster.nodes[best.nodes[k]], sum(max(0.0, lack[0]) for lack in lacks)
     return (
-        f"{total}. Nearest plan: stage {k} needs {format_num_bytes(need)} on {node.name}, {format_num_bytes(over)} more "
-        f"than it has; smallest change found: {format_num_bytes(short)} more over {sum(x[0] > 0 for x in lacks)} nodes"
+        f"{total}. Nearest plan: stage {k} needs {format_num_bytes(need)} on {node.name}, {format_num_bytes(over)} "
+        f"more than it has; smallest change found: {format_num_bytes(short)} more over "
+        f"{sum(lack[0] > 0 for lack in lacks)} nodes"
         f"{_more_nodes(workload, cluster)}"
     )
 

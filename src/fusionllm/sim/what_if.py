@@ -67,14 +67,10 @@ def _change_link(spec: ClusterSpec, ends: str, bandwidth: str, latency: str | No
 def _leave_out(spec: ClusterSpec, name: str) -> ClusterSpec:
     nodes: list[Node] = []
     names = iter(node_names(spec))
-    for entry in spec.node:
+    for entry in spec.node:  # the others keep the names they had
         mine = [next(names) for _ in range(entry.count)]
-        if entry.fence == name:
-            continue
-        if name in mine:  # the others keep the names they had
-            nodes += [msgspec.structs.replace(entry, name=other, count=1) for other in mine if other != name]
-        else:
-            nodes.append(entry)
+        kept = [other for other in mine if name not in (other, entry.fence)]
+        nodes += [msgspec.structs.replace(entry, name=other, count=1) for other in kept]
     if sum(node.count for node in nodes) == sum(node.count for node in spec.node):
         raise UserError(f"what-if without {name[:80]!r}: no such fence or node")
     return msgspec.structs.replace(spec, node=tuple(nodes))
