@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from fusionllm.capture.normalise import GraphBuilder, user_line
 from fusionllm.capture.portable import portable
 from fusionllm.errors import CaptureError, GraphError
 from fusionllm.ir.graph import OpGraph
+from fusionllm.ir.ops import allowed_ops
 from fusionllm.ir.verify import verify_graph
 
 
@@ -59,19 +60,23 @@ def loss_of(out: Any) -> torch.Tensor:
 
 
 def capture_module(
-    module: torch.nn.Module, example_inputs: Mapping[str, torch.Tensor], *, mode: Literal["train", "eval"] = "train"
-) -> Captured:
+    module: torch.nn.Module, example_inputs: Mapping[str, torch.Tensor], *, mode: Literal["train", "eval"] = "train",
+    allow_ops: Sequence[str] = (),
+) -> Captured:  # fmt: skip
     """Capture a module with its loss as an OpGraph.
 
     Args:
         module: its forward takes the inputs by name and returns the scalar loss, or something with ``.loss``.
         example_inputs: by name, batch first, at least 2 rows (the batch size becomes symbolic).
         mode: train or eval; the module is put into it.
+        allow_ops: operators of `torch.library` that the graph may name beyond the list, e.g. ``mylib.scan.default``;
+            every node of the job must allow them too.
 
     Raises:
+        UserError: allow_ops names something else.
         CaptureError: names the operator or the cause, the line of the model's source, and the way out.
     """
-    names = _check_inputs(module, example_inputs)
+    names, allowed = _check_inputs(module, example_inputs), allowed_ops(allow_ops)
     module.train(mode == "train")
     wrapper = _LossOnly(module, names)
     inputs = tuple(example_inputs[name] for name in names)
@@ -87,10 +92,10 @@ def capture_module(
         raise
     except Exception as error:
         raise CaptureError(_explain(error)) from None
-    builder = GraphBuilder(program, module, names, mode)
+    builder = GraphBuilder(program, module, names, mode, allowed)
     graph, tensors = builder.build()
     try:
-        verify_graph(graph)
+        verify_graph(graph, allowed)
     except GraphError as error:
         raise CaptureError(f"the captured graph is not valid: {error}") from None
     return Captured(graph, tensors)

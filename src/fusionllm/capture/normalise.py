@@ -44,9 +44,11 @@ class GraphBuilder:
     """Builds the OpGraph of one exported program."""
 
     def __init__(
-        self, program: Any, module: torch.nn.Module, names: tuple[str, ...], mode: Literal["train", "eval"]
-    ) -> None:
+        self, program: Any, module: torch.nn.Module, names: tuple[str, ...], mode: Literal["train", "eval"],
+        allow_ops: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         self._program, self._module, self._names, self._mode = program, module, names, mode
+        self._allow_ops = allow_ops
         self._ids: dict[str, str] = {}
         self._ops: list[Op] = []
         self._tensors: dict[str, torch.Tensor] = {}
@@ -176,7 +178,7 @@ class GraphBuilder:
             base = name.split(".")[1]
             if name in _RESHAPES or name in _DROPOUTS or base in _IDENTITY or base in _CASTS or base == "empty_like":
                 return name
-            if name in OPS:
+            if name in OPS or name in self._allow_ops:
                 return name
             raise self._unknown(node, name)
         word = getattr(target, "__name__", str(target)).removeprefix("sym_")
@@ -187,7 +189,7 @@ class GraphBuilder:
     def _unknown(self, node: Any, name: str) -> CaptureError:
         return CaptureError(
             f"operator {name} at {_source(node) or 'an unnamed line'} (in {_scope(node) or 'the root'}) is not in the "
-            "allow-list; rewrite that line with other operators, or add the operator as docs/operators.md shows"
+            "allow-list; rewrite that line with other operators, or add or allow it as docs/operators.md shows"
         )
 
     def _add_dropout(self, node: Any) -> None:

@@ -5,7 +5,7 @@ Autograd records the calls, so the backward of a stage is torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class _Call:
 
     __slots__ = ("dead", "function", "keywords", "name", "outs", "positional", "random", "rng", "single")
 
-    def __init__(self, op: Op, dead: list[str], device: torch.device) -> None:
+    def __init__(self, op: Op, dead: list[str], device: torch.device, allow_ops: Collection[str]) -> None:
         self.name, self.dead, self.rng = op.name, dead, op.rng
         self.outs = op.outs
         self.single = len(op.outs) == 1
@@ -61,7 +61,7 @@ class _Call:
         if self.random:
             self.function, order = RANDOM[op.name], None
         else:
-            self.function, order = resolve(op.name)
+            self.function, order = resolve(op.name, allow_ops)
         if op.name in FACTORIES:
             args["device"] = device
         positional = []
@@ -90,9 +90,9 @@ class _Call:
 
 
 class Program:
-    """A graph made ready for a device. Raises GraphError for an operator this backend does not have."""
+    """A graph made ready for a device. Raises GraphError for an operator this backend does not have or allow."""
 
-    def __init__(self, graph: OpGraph, device: torch.device) -> None:
+    def __init__(self, graph: OpGraph, device: torch.device, allow_ops: Collection[str] = ()) -> None:
         self.graph = graph
         kept = {*graph.outputs, *graph.send, *graph.mutations.values()}
         outside = {v.id for v in (*graph.inputs, *graph.recv)}
@@ -106,7 +106,7 @@ class Program:
         for name, index in last.items():
             if name not in kept and name in made:
                 dead.setdefault(index, []).append(name)
-        self._calls = [_Call(op, dead.get(i, []), device) for i, op in enumerate(graph.ops)]
+        self._calls = [_Call(op, dead.get(i, []), device, allow_ops) for i, op in enumerate(graph.ops)]
         self._wanted = (*graph.outputs, *graph.send)
 
     def __call__(self, values: Mapping[str, Any], context: Context) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,7 +7,7 @@ handler: what draws random numbers, what updates statistics in place, what makes
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -175,19 +175,22 @@ FACTORIES = frozenset(
 )
 
 
-def resolve(name: str) -> tuple[Callable[..., Any], tuple[str, ...] | None]:
-    """The callable of a listed operator, and for torch's own the names of its positional arguments in torch's order.
+def resolve(name: str, allow_ops: Collection[str] = ()) -> tuple[Callable[..., Any], tuple[str, ...] | None]:
+    """The callable of an operator, and for torch's own the names of its positional arguments in torch's order.
+
+    Args:
+        allow_ops: operators this node allows beyond the list, as `ir.ops.allowed_ops` gives them.
 
     Raises:
         GraphError: not listed, or this torch has no such operator.
     """
-    if name not in OPS:
+    if name not in OPS and name not in allow_ops:
         raise GraphError(f"operator {name!r} is not in the allow-list; this node executes listed operators only")
     if name in PLAIN:
         return PLAIN[name], OPS[name].args if name.startswith("sym.") else None
-    _, base, overload = name.split(".")
-    try:
-        function = getattr(getattr(torch.ops.aten, base), overload)
-    except AttributeError:
-        raise GraphError(f"torch {torch.__version__} has no operator {name!r}; upgrade torch on this node") from None
+    namespace, base, overload = name.split(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), base, None), overload, None)
+    if not isinstance(function, torch._ops.OpOverload):
+        way = "upgrade torch on this node" if name in OPS else "import the module that registers it on this node"
+        raise GraphError(f"torch {torch.__version__} has no operator {name!r} here; {way}")
     return function, tuple(a.name for a in function._schema.arguments if not a.kwarg_only)

@@ -7,7 +7,7 @@ differentiation over an OP-DAG; differs in that any value may go to several stag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,6 +39,7 @@ class TorchStage:
         tied_names: parameters that other stages hold too.
         norm_names: parameters this stage counts in the global norm; None: all.
         device: as `compute.device` names it; the node's choice, not the job's.
+        allow_ops: operators beyond the list, as `ir.ops.allowed_ops` gives them; the node's choice too.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class TorchStage:
         tied_names: Sequence[str] = (),
         norm_names: Sequence[str] | None = None,
         device: str = "cpu",
+        allow_ops: Collection[str] = (),
     ) -> None:
         self.graph, self.options = graph, options
         self._optim_config, self._num_steps = optim, num_steps
         self._device = torch.device(device)
         if self._device.type == "cpu" and torch.get_num_threads() != options.num_threads:
             torch.set_num_threads(options.num_threads)
-        self._program = Program(graph, self._device)
+        self._program = Program(graph, self._device, allow_ops)
         self._tied = tuple(n for n in tied_names if graph.params[n].trainable)
         self._norm_names = tuple(graph.params if norm_names is None else norm_names)
         self._tensors: dict[str, torch.Tensor] = {}

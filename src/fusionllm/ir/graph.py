@@ -12,7 +12,7 @@ An argument is plain JSON: ``None``, bool, int, float, str, a list of arguments,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -172,8 +172,11 @@ def encode_graph(graph: OpGraph) -> bytes:
     return msgspec.json.encode(graph, order="deterministic")
 
 
-def decode_graph(data: bytes) -> OpGraph:
+def decode_graph(data: bytes, allow_ops: Collection[str] = ()) -> OpGraph:
     """Read a graph from outside and verify it.
+
+    Args:
+        allow_ops: operators that the reader allows beyond the list, as `ir.ops.allowed_ops` gives them.
 
     Raises:
         GraphError: too large, not JSON of this format, another version, or a broken rule of the IR.
@@ -186,5 +189,5 @@ def decode_graph(data: bytes) -> OpGraph:
         graph = msgspec.json.decode(data, type=OpGraph)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise GraphError(f"not an opdag graph: {error}") from None
-    verify_graph(graph)
+    verify_graph(graph, allow_ops)
     return graph

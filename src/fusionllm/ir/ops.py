@@ -7,9 +7,11 @@ names are ours and frozen: they equal ATen's at the time of opset 1, and a later
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from fusionllm.errors import GraphError
+from fusionllm.errors import GraphError, UserError
 
 OPSET = 1
 
@@ -238,6 +240,24 @@ OPS: dict[str, OpSchema] = {
     "sym.not": OpSchema(("a",), 1),
     **{f"sym.{name}": OpSchema(("a", "b"), 2) for name in _SCALAR_OPS},
 }  # fmt: skip
+
+
+_LIBRARY_OP = re.compile(r"(?!(?:aten|prim|prims|ir|sym)\.)[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*")
+
+
+def allowed_ops(names: Iterable[str]) -> frozenset[str]:
+    """Operators that a person allows beyond `OPS`: of their own torch library, by full name, ``mylib.scan.default``.
+
+    Whoever executes such an operator runs its code, so each owner and each node lists what it trusts; nothing in a
+    graph can grant it. Raises UserError for what is not the name of a library's operator.
+    """
+    for name in names:
+        if not _LIBRARY_OP.fullmatch(name):
+            raise UserError(
+                f"{name[:80]!r} cannot be allowed; name an operator of a library of yours as NAMESPACE.NAME.OVERLOAD, "
+                "e.g. mylib.scan.default (torch's own are in the list of ir/ops.py or not at all)"
+            )
+    return frozenset(names)
 
 
 def schema(name: str) -> OpSchema:

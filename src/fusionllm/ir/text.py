@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -42,8 +42,11 @@ def graph_to_text(graph: OpGraph) -> str:
     return "\n".join(_lines(graph)) + "\n"
 
 
-def parse_graph(text: str) -> OpGraph:
+def parse_graph(text: str, allow_ops: Collection[str] = ()) -> OpGraph:
     """Read a graph back and verify it.
+
+    Args:
+        allow_ops: operators allowed beyond the list, as `ir.ops.allowed_ops` gives them.
 
     Raises:
         GraphError: too large, a line that is not of the form (with its number), or a broken rule of the IR.
@@ -55,7 +58,7 @@ def parse_graph(text: str) -> OpGraph:
         if line.strip(" \r"):
             _parse_line(_Reader(line.rstrip(" \r"), number), builder)
     graph = builder.finish()
-    verify_graph(graph)
+    verify_graph(graph, allow_ops)
     return graph
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from fusionllm.errors import GraphError
 from fusionllm.ir.graph import FORMAT_VERSION, UNUSED, Arg, Op, OpGraph
-from fusionllm.ir.ops import OPS, OPSET
+from fusionllm.ir.ops import OPS, OPSET, OpSchema
 from fusionllm.ir.tensor import DTYPES, SCALARS, TensorSpec, dim_symbols
 
 MAX_OPS = 200_000
@@ -28,8 +28,11 @@ _MAX_INT = 1 << 63
 _FLOAT_WORDS = ("inf", "-inf", "nan")
 
 
-def verify_graph(graph: OpGraph) -> None:
+def verify_graph(graph: OpGraph, allow_ops: Collection[str] = ()) -> None:
     """Check every rule of the IR.
+
+    Args:
+        allow_ops: operators allowed beyond the list, as `ir.ops.allowed_ops` gives them.
 
     Raises:
         GraphError: the first broken rule, with the operator, the value and what was expected. The one who reads the
@@ -40,7 +43,7 @@ def verify_graph(graph: OpGraph) -> None:
     rng_indexes: set[int] = set()
     for index, op in enumerate(graph.ops):
         where = f"operator {index} ({op.name})"
-        _check_op(op, where, defined, graph)
+        _check_op(op, where, defined, graph, allow_ops)
         if op.rng is not None:
             if op.rng in rng_indexes:
                 raise GraphError(f"{where}: rng index {op.rng} is used twice; each random operator has its own")
@@ -122,12 +125,24 @@ def _check_spec(spec: TensorSpec, where: str, symbols: Mapping[str, int]) -> Non
             raise GraphError(f"{where}: dimension {dim!r} names {sorted(unknown)}; declared: {sorted(symbols)}")
 
 
-def _check_op(op: Op, where: str, defined: set[str], graph: OpGraph) -> None:
+def _schema(op: Op, where: str, allow_ops: Collection[str]) -> OpSchema:
+    """The listed schema; of an allowed operator what it is given: its library checks the arguments when called."""
     schema = OPS.get(op.name)
-    if schema is None:
-        near = difflib.get_close_matches(op.name[:100], OPS, n=3)
-        hint = f"; near ones: {', '.join(near)}" if near else ""
-        raise GraphError(f"{where[:120]} is not in the list of operators of opset {OPSET}{hint}")
+    if schema is not None:
+        return schema
+    if op.name in allow_ops:
+        if odd := [name for name in op.args if not name.isidentifier() or len(name) > 64]:
+            raise GraphError(f"{where} has an argument named {odd[0][:80]!r}")
+        return OpSchema(tuple(op.args), 0)
+    near = difflib.get_close_matches(op.name[:100], (*OPS, *allow_ops), n=3)
+    hint = f"; near ones: {', '.join(near)}" if near else ""
+    raise GraphError(
+        f"{where[:120]} is not in the list of operators of opset {OPSET} and not allowed here by name{hint}"
+    )
+
+
+def _check_op(op: Op, where: str, defined: set[str], graph: OpGraph, allow_ops: Collection[str]) -> None:
+    schema = _schema(op, where, allow_ops)
     if schema.opset > graph.opset:
         raise GraphError(f"{where} needs opset {schema.opset}, the graph declares {graph.opset}")
     if extra := sorted(op.args.keys() - set(schema.args)):
