@@ -21,6 +21,7 @@ BENCHMARKS = {
     "planner": "benchmarks.planner",
     "convergence": "benchmarks.convergence",
     "capture": "benchmarks.capture",
+    "finetune": "benchmarks.finetune",
 }
 
 
