@@ -34,6 +34,7 @@ CASES = [
     ("gpt2", 2, "1f1b", 0.0, "microbatch", "adamw", False),
     ("gpt2", 3, "gpipe", 0.0, "microbatch", "adamw", False),
     ("gpt2", 4, "1f1b", 0.0, "microbatch", "adamw", False),
+    ("gpt2", 3, "1f1b-ahead", 0.0, "microbatch", "adamw", False),
     ("gpt2-dropout", 2, "gpipe", 0.0, "microbatch", "adamw", True),
     ("gpt2-dropout", 4, "1f1b", 0.0, "microbatch", "sgd", False),
     ("llama", 2, "gpipe", 0.0, "microbatch", "adamw", False),

@@ -23,7 +23,7 @@ from fusionllm.errors import UserError
 from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLink, LinkShape, parse_ticket
 from fusionllm.schedule.partition import PARTITIONERS
-from fusionllm.schedule.pipeline import PIPELINES, check_microbatches
+from fusionllm.schedule.pipeline import check_microbatches, find_pipeline
 from fusionllm.store.dataset import DataConfig
 from fusionllm.telemetry.sinks import SINKS
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s
@@ -59,7 +59,8 @@ class TrainTable(_Table, frozen=True, kw_only=True):
 
     Attributes:
         steps: optimizer steps. global_batch: rows per step. microbatch_size: rows per microbatch.
-        pipeline: name of a pipeline schedule. precision: ``float32`` or ``bfloat16`` (autocast).
+        pipeline: ``gpipe``, ``1f1b``, ``1f1b-ahead`` (or ``1f1b-ahead:7,5,3,1``, microbatches in flight per stage).
+        precision: ``float32`` or ``bfloat16`` (autocast).
         recompute: keep only a stage's inputs and run its forward again in the backward.
         tied: ``step`` sums a tied gradient over the stages once a step, ``microbatch`` for every microbatch, which
             costs that many times the bytes and equals a single process bit for bit.
@@ -311,7 +312,6 @@ def _check_values(config: RunConfig) -> None:
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     for name, word, known in (
-        ("train.pipeline", train.pipeline, tuple(PIPELINES)),
         ("cluster.partition", cluster.partition, tuple(PARTITIONERS)),
         ("train.precision", train.precision, ("float32", "bfloat16")),
         ("train.tied", train.tied, ("step", "microbatch")),
@@ -319,6 +319,10 @@ def _check_values(config: RunConfig) -> None:
     ):
         if word not in known:
             raise UserError(f"{name} is {word!r}; known: {', '.join(known)}")
+    try:
+        find_pipeline(train.pipeline)
+    except UserError as error:
+        raise UserError(f"train.pipeline: {error}") from None
     if train.prefetch > 32:
         raise UserError(f"train.prefetch is {train.prefetch}; it must be at most 32")
     if config.optimizer.lr <= 0:

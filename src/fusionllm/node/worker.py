@@ -27,7 +27,7 @@ from fusionllm.node.codecs import StageCodecs
 from fusionllm.node.door import Door
 from fusionllm.protocol import messages as m
 from fusionllm.protocol import stage as s
-from fusionllm.schedule.pipeline import PIPELINES, forward_only
+from fusionllm.schedule.pipeline import find_pipeline, forward_only
 from fusionllm.transport import Endpoint
 
 log = logging.getLogger(__name__)
@@ -113,8 +113,7 @@ class StageWorker(threading.Thread):
             raise RemoteProtocolError(f"bad job options: {error}") from None
         cores = os.cpu_count() or 1
         compute = msgspec.structs.replace(compute, num_threads=min(compute.num_threads or cores, cores))
-        if options.pipeline not in PIPELINES:
-            raise RemoteProtocolError(f"unknown pipeline schedule {options.pipeline!r}; known: {', '.join(PIPELINES)}")
+        self._pipeline = find_pipeline(options.pipeline)
         counted = [
             name for name in self.graph.params if assign.tied.get(name, (assign.stage_index,))[0] == assign.stage_index
         ]
@@ -138,7 +137,7 @@ class StageWorker(threading.Thread):
         )
 
     def _program(self, num_microbatches: int, train: bool) -> StageProgram:
-        build = PIPELINES[self.assign.options.pipeline] if train else forward_only
+        build = self._pipeline if train else forward_only
         return build(self.assign.stage_index, len(self.assign.stage_nodes), num_microbatches)
 
     def _next_event(self) -> Event:
