@@ -145,7 +145,7 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         bare = msgspec.structs.replace(
             self, producer="", ops=tuple(msgspec.structs.replace(op, scope="", source="") for op in self.ops)
         )
-        return hashlib.sha256(msgspec.json.encode(bare, order="deterministic")).hexdigest()
+        return hashlib.sha256(encode_graph(bare)).hexdigest()
 
 
 def arg_refs(arg: Arg) -> Iterator[str]:
@@ -169,6 +169,14 @@ def rename_refs(arg: Arg, names: Mapping[str, str]) -> Arg:
 
 def encode_graph(graph: OpGraph) -> bytes:
     """The graph as JSON, deterministic."""
+    # msgspec leaves out what *is* the default, and before Python 3.11 there are several empty tuples
+    graph = msgspec.structs.replace(
+        graph,
+        recv=graph.recv or (),
+        send=graph.send or (),
+        frozen=graph.frozen or (),
+        params={n: p if p.aliases else msgspec.structs.replace(p, aliases=()) for n, p in graph.params.items()},
+    )
     return msgspec.json.encode(graph, order="deterministic")
 
 
