@@ -165,10 +165,11 @@ def synthetic_cluster(num_nodes: int, seed: int) -> Cluster:
     np.fill_diagonal(mbps, rng.choice([1000, 2500, 10000], count))
     latency = 0.003 + 0.1 * distance
     np.fill_diagonal(latency, 0.0002)
+    devices = [kinds[kind[s]] for s in site]
     nodes = tuple(
-        NodeModel(name=f"n{i}", flops_per_s=kinds[kind[s]][0], memory_bytes=kinds[kind[s]][1] * 0.92 - 1e9, site=f"s{s}")
-        for i, s in enumerate(site)
-    )  # fmt: skip
+        NodeModel(name=f"n{i}", flops_per_s=flops, memory_bytes=memory * 0.92 - 1e9, site=f"s{s}")
+        for i, (s, (flops, memory, *_)) in enumerate(zip(site, devices))
+    )
     rates, delays = (mbps * 1e6 / 8 * 0.9)[at][:, at], latency[at][:, at]
     return Cluster(
         nodes=nodes,

@@ -1,0 +1,15 @@
+"""What all tests share: the exceptions to "every warning is an error"."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+#: Before Python 3.11 asyncio's own TLS transport forgets to close itself after a broken wire.
+_OLD_ASYNCIO = "ignore:Exception ignored in.*_SSLProtocolTransport:pytest.PytestUnraisableExceptionWarning"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if sys.version_info < (3, 11):
+        config.addinivalue_line("filterwarnings", _OLD_ASYNCIO)
