@@ -28,6 +28,19 @@ _ENCODER = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+_TWO_SIDED = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+    "dropout": 0.0,
+    "use_cache": False,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
 
 
 def _tokens(length: int = LENGTH, rows: int = ROWS) -> torch.Tensor:
@@ -124,51 +137,13 @@ def t5() -> Made:
 
 
 def bart() -> Made:
-    return _seq2seq(
-        "bart",
-        vocab_size=VOCAB,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_position_embeddings=32,
-        dropout=0.0,
-        use_cache=False,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        forced_eos_token_id=2,
-    )
+    return _seq2seq("bart", **_TWO_SIDED, max_position_embeddings=32, forced_eos_token_id=2)
 
 
 def whisper() -> Made:
-    module = _hf(
-        "whisper",
-        "AutoModelForSpeechSeq2Seq",
-        vocab_size=VOCAB,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        num_mel_bins=8,
-        max_source_positions=16,
-        max_target_positions=16,
-        dropout=0.0,
-        use_cache=False,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
+    positions = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
+    suppressed = {"suppress_tokens": None, "begin_suppress_tokens": None}
+    module = _hf("whisper", "AutoModelForSpeechSeq2Seq", **_TWO_SIDED, **positions, **suppressed)
     mel = torch.randn(ROWS, 8, 32, generator=torch.Generator().manual_seed(3))
     return module, {"input_features": mel, "labels": _tokens(8)}
 
