@@ -2,9 +2,9 @@
 
 Same model, text, order of batches and steps; only the codecs differ. Each run is a record: its validation loss through
 the codecs and without them, the true ratio of bytes, the size of the hidden state. A copy of the pipeline trains the
-last tenth of the steps dense: ``val_loss_annealed`` is its loss without codecs, what an export would have. Records are kept in
-benchmarks/records/convergence.jsonl and any of them is made again by ``--method NAME --seed S``; without ``--method``
-the records on file are summed up.
+last tenth of the steps dense: ``val_loss_annealed`` is its loss without codecs, what an export would have. Records are
+kept in benchmarks/records/convergence.jsonl and any of them is made again by ``--method NAME --seed S``; without
+``--method`` the records on file are summed up.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"{name:17} {steps:5} {width:5} {lr:7.0e} {len(rows):5} {mean(r['true_ratio'] for r in rows):10.1f} "
             f"{mean(r['val_loss'] for r in rows):9.4f} {mean(r['delta'] for r in rows):+11.4f} "
-            f"{mean(r['delta_codecs_off'] for r in rows):+10.4f} {_known_mean(r['delta_annealed'] for r in rows):+9.4f} "
-            f"{max(max(r['hidden_rms']) for r in rows):6.1f}"
+            f"{mean(r['delta_codecs_off'] for r in rows):+10.4f} "
+            f"{_known_mean(r['delta_annealed'] for r in rows):+9.4f} {max(max(r['hidden_rms']) for r in rows):6.1f}"
             + ("  diverged" if any(r["diverged"] for r in rows) else "")
         )
     return "\n".join(lines)
