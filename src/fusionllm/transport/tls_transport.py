@@ -12,11 +12,12 @@ import errno
 import logging
 import socket
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 from fusionllm.errors import AdmissionError, LinkBroken, UserError
 from fusionllm.transport.tls import Identity, client_context, peer_name, server_context
-from fusionllm.transport.tls_wire import LINGER_S, TlsStream, TlsWire, describe_failure
+from fusionllm.transport.tls_wire import LINGER_S, TlsWire, describe_failure
 from fusionllm.transport.wire import OnWire, PeerAddress, Wire
 from fusionllm.units import KIB
 
@@ -68,13 +69,13 @@ class TlsTransport:
         loop = asyncio.get_running_loop()
         try:
             sock = await asyncio.wait_for(_connect(loop, address), _HANDSHAKE_S)
-            stream, found = await _secure(loop, sock, self._client, server_side=False)
+            secured, found = await _secure(loop, sock, self._client, server_side=False)
         except (OSError, asyncio.TimeoutError, AdmissionError) as error:
             raise LinkBroken(f"cannot connect to {peer} at {address}: {describe_failure(error)}") from None
         if found != peer:
-            stream.sock.close()
+            secured.close()
             raise LinkBroken(f"the node at {address} has the certificate of {found!r}, expected was {peer!r}")
-        return TlsWire(loop, stream, self._wires)
+        return TlsWire(loop, secured, self._wires)
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -113,11 +114,11 @@ class TlsTransport:
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, address: Any, on_wire: OnWire
     ) -> None:
         try:
-            stream, found = await _secure(loop, sock, self._server, server_side=True)
+            secured, found = await _secure(loop, sock, self._server, server_side=True)
         except (OSError, AdmissionError, asyncio.TimeoutError) as error:
             log.warning("refused a connection from %s: %s", address[:2], describe_failure(error))
             return
-        on_wire(TlsWire(loop, stream, self._wires), found)
+        on_wire(TlsWire(loop, secured, self._wires), found)
 
 
 async def _connect(loop: asyncio.AbstractEventLoop, address: PeerAddress) -> socket.socket:
@@ -140,10 +141,10 @@ async def _connect(loop: asyncio.AbstractEventLoop, address: PeerAddress) -> soc
 
 async def _secure(
     loop: asyncio.AbstractEventLoop, sock: socket.socket, context: ssl.SSLContext, server_side: bool
-) -> tuple[TlsStream, str]:
+) -> tuple[ssl.SSLSocket, str]:
     """Do the handshake on a connected socket.
 
-    Returns the stream and the name the peer proved; owns ``sock``.
+    Returns the secured socket and the name the peer proved; owns ``sock``.
     """
     try:
         sock.setblocking(False)
@@ -151,27 +152,32 @@ async def _secure(
             if hasattr(socket, name):
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        stream = TlsStream(sock, context, server_side)
-        await asyncio.wait_for(_handshake(loop, stream), _HANDSHAKE_S)
-        return stream, peer_name(stream.tls.getpeercert())
+        sock = secured = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+        await asyncio.wait_for(_handshake(loop, secured), _HANDSHAKE_S)
+        return secured, peer_name(secured.getpeercert())
     except BaseException:
+        with contextlib.suppress(OSError):  # unread bytes would turn closing into a reset that outruns our alert
+            socket.socket.recv(sock, 64 * KIB)
         sock.close()
         raise
 
 
-async def _handshake(loop: asyncio.AbstractEventLoop, stream: TlsStream) -> None:
+async def _handshake(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket) -> None:
     while True:
         try:
-            stream.tls.do_handshake()
-            finished = True
-        except ssl.SSLWantReadError:
-            finished = False
-        finally:  # an alert that says why we refuse goes out as well
-            if stream.outgoing.pending:
-                await loop.sock_sendall(stream.sock, stream.outgoing.read())
-        if finished:
+            sock.do_handshake()
             return
-        received = await loop.sock_recv(stream.sock, 16 * KIB)
-        if not received:
-            raise OSError("the peer closed the connection during the handshake")
-        stream.incoming.write(received)
+        except ssl.SSLWantReadError:
+            await _ready(loop.add_reader, loop.remove_reader, sock.fileno())
+        except ssl.SSLWantWriteError:
+            await _ready(loop.add_writer, loop.remove_writer, sock.fileno())
+
+
+async def _ready(add: Callable[..., object], remove: Callable[[int], object], fd: int) -> None:
+    """Wait until the socket can be read, or written."""
+    ready = asyncio.Event()
+    add(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        remove(fd)

@@ -1,7 +1,7 @@
 """A TLS 1.3 stream over a TCP socket as a wire.
 
-Where it differs from asyncio's own TLS: the socket is read and written in large steps around two memory
-BIOs, and decrypted bytes land in the receiver's buffer, so a link keeps up with a plain blocking TLS socket.
+Where it differs from asyncio's own TLS: the TLS engine reads and writes the socket itself, with no buffers in
+between, and decrypted bytes land in the receiver's buffer, so a link keeps up with a plain blocking TLS socket.
 It needs a loop with ``add_reader`` (uvloop, or asyncio's selector loop; on Windows choose
 ``SelectorEventLoop``). Knows nothing of frames or names; ``tls_transport`` makes these wires.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,34 +21,21 @@ from fusionllm.units import KIB
 LINGER_S = 1.0
 _RECORD_BYTES = 16 * KIB  # the most plaintext in one TLS record
 _SMALL_BYTES = 4 * KIB
-_STEP_BYTES = 128 * KIB
-_SEND_BYTES = _STEP_BYTES + KIB  # encrypted: each record adds 22 bytes
-_READ_BYTES = 1024 * KIB  # the fewer wake-ups the better: 256 KiB costs 15 % more
+_READ_BYTES = 1024 * KIB  # per turn of the loop, so that others get theirs
 _ROOM_BYTES = 256 * KIB
 
 
-class TlsStream:
-    """A TCP socket in non-blocking mode with its TLS engine between two memory BIOs."""
-
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> None:
-        self.sock = sock
-        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=server_side)
-
-
 class TlsWire:
-    """A wire on a stream whose handshake is done.
+    """A wire on a non-blocking socket whose handshake is done.
 
     Args:
         wires: the set of open wires, which this one joins and leaves.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, stream: TlsStream, wires: set[TlsWire]) -> None:
-        self._loop, self._sock, self._fd = loop, stream.sock, stream.sock.fileno()
-        self._tls, self._incoming, self._outgoing = stream.tls, stream.incoming, stream.outgoing
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, wires: set[TlsWire]) -> None:
+        self._loop, self._sock, self._fd = loop, sock, sock.fileno()
         self._receiver: Receiver | None = None
-        self._raw = memoryview(bytearray(_READ_BYTES))
-        self._pending = memoryview(b"")  # encrypted, not yet taken by the kernel
+        self._pending: deque[memoryview] = deque()  # not yet taken by the engine
         self._writing = self._closed = self._failed = False
         self._wires = wires
         wires.add(self)
@@ -55,7 +43,7 @@ class TlsWire:
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._loop.add_reader(self._fd, self._readable)
-        self._loop.call_soon(self._decrypt)  # what came along with the end of the handshake
+        self._loop.call_soon(self._readable)  # what came along with the end of the handshake
 
     def room(self) -> int:
         return 0 if self._pending or self._closed or self._failed else _ROOM_BYTES
@@ -63,13 +51,9 @@ class TlsWire:
     def write(self, buffers: Sequence[Any]) -> None:
         if self._closed or self._failed:
             return
-        try:
-            for piece in _pieces(buffers):
-                self._tls.write(piece)
-                if not self._writing:
-                    self._flush()
-        except (OSError, ValueError) as error:
-            self._fail(describe_failure(error))
+        self._pending.extend(_pieces(buffers))
+        if not self._writing:
+            self._flush()
 
     def close(self) -> None:
         if self._closed:
@@ -86,7 +70,7 @@ class TlsWire:
             return
         self._closed = True
         self._receiver = None
-        self._pending = memoryview(b"")
+        self._pending.clear()
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()
@@ -95,7 +79,7 @@ class TlsWire:
     def _half_close(self) -> None:
         """All is written: say so, then swallow what still comes, lest a reset destroys our last bytes."""
         try:
-            self._sock.shutdown(socket.SHUT_WR)
+            socket.socket.shutdown(self._sock, socket.SHUT_WR)  # of the socket: SSLSocket's would drop the engine
         except OSError:
             self.abort()
             return
@@ -104,43 +88,34 @@ class TlsWire:
 
     def _swallow(self) -> None:
         try:
-            if self._sock.recv_into(self._raw):
+            if self._sock.recv(_READ_BYTES):
                 return
-        except BlockingIOError:
+        except ssl.SSLWantReadError:
             return
         except OSError:
             pass
         self.abort()
 
     def _readable(self) -> None:
-        try:
-            num_bytes = self._sock.recv_into(self._raw)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._fail(describe_failure(error))
-            return
-        if num_bytes == 0:
-            self._fail("the peer closed the connection")
-            return
-        self._incoming.write(self._raw[:num_bytes])
-        self._decrypt()
-
-    def _decrypt(self) -> None:
-        """Hand over all that can be decrypted now."""
-        more = True
-        while more and self._receiver is not None and not self._failed:
+        """Hand over what can be decrypted now, within reason; what is left inside the engine comes next turn."""
+        left = _READ_BYTES
+        while left > 0 and self._receiver is not None and not self._failed:
             target = self._receiver.get_buffer()
-            filled, more = self._fill(target)
+            filled, more = self._fill(target[:left])
             if filled:
                 self._receiver.received(filled)
+            if not more:
+                return
+            left -= filled
+        if self._receiver is not None and not self._failed and self._sock.pending():
+            self._loop.call_soon(self._readable)
 
     def _fill(self, target: memoryview) -> tuple[int, bool]:
         """Decrypt into ``target``. Returns the bytes written, and whether there may be more now."""
-        read, size, filled = self._tls.read, len(target), 0
+        read, size, filled = self._sock.recv_into, len(target), 0
         try:
             while filled < size:
-                num_bytes: Any = read(size - filled, target[filled:] if filled else target)
+                num_bytes = read(target[filled:] if filled else target)
                 if num_bytes == 0:
                     self._fail("the peer closed the connection")
                     return filled, False
@@ -153,20 +128,20 @@ class TlsWire:
         return filled, True
 
     def _flush(self) -> None:
-        pending = self._pending
+        pending, send = self._pending, self._sock.send
         try:
-            while pending or self._outgoing.pending:
-                if not pending:
-                    pending = memoryview(self._outgoing.read(_SEND_BYTES))
-                pending = pending[self._sock.send(pending) :]
-        except BlockingIOError:
+            while pending:
+                sent = send(pending[0])
+                if sent == len(pending[0]):
+                    pending.popleft()
+                else:
+                    pending[0] = pending[0][sent:]
+        except ssl.SSLWantWriteError:
             if not self._writing:
                 self._writing = True
                 self._loop.add_writer(self._fd, self._writable)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._fail(describe_failure(error))
-            return
-        self._pending = pending
 
     def _writable(self) -> None:
         self._flush()
@@ -183,7 +158,7 @@ class TlsWire:
         if self._failed or self._closed:
             return
         self._failed = True
-        self._pending = memoryview(b"")
+        self._pending.clear()
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._loop.call_soon(self._report, reason)  # later: the owner may be in the middle of a write
@@ -195,11 +170,8 @@ class TlsWire:
             receiver.lost(reason)
 
 
-def _pieces(buffers: Sequence[Any]) -> Iterator[Any]:
-    """The same bytes in steps of a few whole records, small buffers glued to the head of what follows.
-
-    Encrypting and sending in small steps keeps them in the processor's cache.
-    """
+def _pieces(buffers: Sequence[Any]) -> Iterator[memoryview]:
+    """The same bytes, small buffers glued to the head of what follows so that they need no record of their own."""
     small = b""
     for buffer in buffers:
         if len(buffer) <= _SMALL_BYTES:
@@ -208,13 +180,12 @@ def _pieces(buffers: Sequence[Any]) -> Iterator[Any]:
         offset = 0
         if small:
             offset = max(0, _RECORD_BYTES - len(small))
-            yield small + buffer[:offset]
+            yield memoryview(small + buffer[:offset])
             small = b""
-        while offset < len(buffer):
-            yield buffer[offset : offset + _STEP_BYTES]
-            offset += _STEP_BYTES
+        if offset < len(buffer):
+            yield memoryview(buffer)[offset:]
     if small:
-        yield small
+        yield memoryview(small)
 
 
 def describe_failure(error: BaseException) -> str:
