@@ -14,8 +14,9 @@ from fusionllm.broker import Broker, server
 from fusionllm.capture.export import capture_module
 from fusionllm.errors import LinkError
 from fusionllm.ir.graph import encode_graph
-from fusionllm.node.agent import NodeAgent, NodeConfig
+from fusionllm.node.agent import NodeAgent
 from fusionllm.node.join import join_broker
+from fusionllm.node.options import NodeConfig
 from fusionllm.protocol import messages as m
 from fusionllm.transport.control import ControlChannel, connect_control
 

@@ -198,8 +198,9 @@ class OwnerLink:
         """Raise what went wrong, if anything did. A dead node process explains more than the links it left behind."""
         self._check()
         if self._failure is not None:
-            time.sleep(0.3)  # a killed process closes its sockets a moment before its parent can know
-            self._check()
+            for _ in range(10):  # a killed process closes its sockets a moment before its parent can know
+                time.sleep(0.1)
+                self._check()
             raise self._failure from None
 
     def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0, what: str = "the network") -> T:

@@ -6,9 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 something given was wrong, 130 interrupt
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -155,7 +153,6 @@ def join(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on for tensors; 0 for any.")] = 0,
     advertise: Annotated[str, typer.Option(help="Host name others reach this machine under.")] = "",
     device: Annotated[str, typer.Option(help="What to compute on: auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto",
-    parent_pipe: Annotated[bool, typer.Option("--parent-pipe", hidden=True)] = False,
 ) -> None:
     """Lend this machine: run stages for the broker of TICKET until Ctrl-C. Only listed operators are executed.
 
@@ -165,10 +162,9 @@ def join(
     """
 
     def work() -> None:
-        if parent_pipe:
-            _die_with_parent()
-        from fusionllm.node.agent import NodeAgent, NodeConfig
+        from fusionllm.node.agent import NodeAgent
         from fusionllm.node.loop import run_loop
+        from fusionllm.node.options import NodeConfig
         from fusionllm.protocol.messages import parse_ticket
         from fusionllm.telemetry.log import configure_logging
 
@@ -251,19 +247,6 @@ def export(
         )
 
     _guard(work)
-
-
-def _die_with_parent() -> None:
-    """End this process as soon as its standard input, a pipe from its parent, ends."""
-    import threading
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="parent-pipe", daemon=True).start()
 
 
 def _guard(work: Callable[[], None]) -> None:

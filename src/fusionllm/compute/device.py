@@ -20,6 +20,8 @@ def list_devices() -> list[str]:
 
 def choose_device(wish: str) -> str:
     """The device for ``auto`` (the best), a kind (``cuda``: its first) or a name (``cuda:1``). Raises UserError."""
+    if wish == "cpu":  # without waking the drivers of the others
+        return wish
     devices = list_devices()
     if wish == "auto":
         return devices[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from fusionllm.compute import warm_up
 from fusionllm.errors import AdmissionError, FusionError, LinkClosed, LinkError, RemoteProtocolError
 from fusionllm.node.join import default_name, expect_peers, join_broker, reach_peers
+from fusionllm.node.options import NodeConfig
 from fusionllm.node.worker import Arrival, Committed, Connected, StageWorker, Stop
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.stage import OWNER
@@ -22,24 +24,6 @@ from fusionllm.transport import Endpoint
 from fusionllm.transport.control import ControlChannel, connect_control
 
 log = logging.getLogger(__name__)
-
-
-class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a node joins.
-
-    Attributes:
-        host: where to listen for tensors. advertise: its name for others; empty: as the broker sees it.
-        device: ``auto``, a kind such as ``cuda``, or one such as ``cuda:1``.
-    """
-
-    ticket: m.Ticket
-    name: str = ""
-    fence: str = ""
-    host: str = "0.0.0.0"
-    port: int = 0
-    advertise: str = ""
-    backend: str = "torch"
-    device: str = "auto"
 
 
 class NodeAgent:
@@ -66,7 +50,10 @@ class NodeAgent:
                 self._device = await self._loop.run_in_executor(None, warm_up, config.backend, config.device)
                 _, port = await self._endpoint.listen(self.config.host, self.config.port)
                 await channel.send(m.Listening(host=self.config.advertise, port=port))
-                log.info("joined; computing on %s, listening for tensors on port %d", self._device, port)
+                log.info(
+                    "joined as process %d; computing on %s, listening for tensors on port %d",
+                    os.getpid(), self._device, port,
+                )  # fmt: skip
                 await self._serve(channel)
             except asyncio.CancelledError:
                 with contextlib.suppress(Exception):

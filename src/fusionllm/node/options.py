@@ -1,0 +1,44 @@
+"""What a node is told when it starts. Plain data: imports no framework."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from fusionllm.protocol import messages as m
+
+#: Whether one nursery can make many nodes here: a loaded framework survives a fork.
+CAN_FORK = sys.platform == "linux"
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node joins.
+
+    Attributes:
+        host: where to listen for tensors. advertise: its name for others; empty: as the broker sees it.
+        device: ``auto``, a kind such as ``cuda``, or one such as ``cuda:1``.
+    """
+
+    ticket: m.Ticket
+    name: str = ""
+    fence: str = ""
+    host: str = "0.0.0.0"
+    port: int = 0
+    advertise: str = ""
+    backend: str = "torch"
+    device: str = "auto"
+
+
+class Nursling(msgspec.Struct, frozen=True):
+    """A node of this machine to be: how it joins, and the file its log goes to."""
+
+    config: NodeConfig
+    log: str
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The last line of a nursery: which node ended first, and its exit code, negative for a signal."""
+
+    name: str
+    code: int
