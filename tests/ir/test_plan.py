@@ -56,7 +56,7 @@ def test_tied_params_are_those_of_several_stages():
     assert Plan(pipeline="x", num_microbatches=1, stages=(stage(0, 0, 2), stage(1, 2, 4))).boundaries == [2]
 
 
-@pytest.mark.parametrize("text", ["", "0F", "0UPDATE3", "0F0 1F0", "0G0", "0F-1", "F0", "0F99999999"])
+@pytest.mark.parametrize("text", ["", "0F", "0UPDATE3", "0F0 1G0", "0G0", "0F-1", "F0", "0F99999999", "0W"])
 def test_a_word_that_is_no_action_is_refused(text):
     with pytest.raises(GraphError):
         parse_program(text)
@@ -70,6 +70,9 @@ def test_a_word_that_is_no_action_is_refused(text):
         ("1RECV_F0 1F0 1UPDATE", "does not finish microbatch 0: B"),
         ("1RECV_F1 1F1 1B1 1SEND_B1 1UPDATE", "does not belong"),
         ("3F0 3UPDATE", "stages 0 to 1"),
+        ("1RECV_F0 1F0 1W0 1B0 1SEND_B0 1UPDATE", "expected 1B0 first"),
+        ("0F0 0SEND_F0 0RECV_B0 0B0 0UPDATE 1RECV_F0", "does not end with UPDATE"),
+        ("0F0 0SEND_F0 1RECV_F0 1F0 1B0 1SEND_B0 0UPDATE 1UPDATE", "stage 0 does not finish microbatch 0: RECV_B"),
     ],
 )
 def test_a_broken_program_is_named(text, message):
@@ -80,6 +83,19 @@ def test_a_broken_program_is_named(text, message):
 def test_microbatches_out_of_order_are_refused():
     with pytest.raises(GraphError, match="run in order"):
         verify_program(parse_program("0F1 0F0 0B1 0B0 0UPDATE"), 1, 2)
+
+
+def test_a_stage_has_one_program():
+    whole = parse_program("0F0 0SEND_F0 1RECV_F0 1F0 1B0 1SEND_B0 0RECV_B0 0B0 0UPDATE 1UPDATE")
+    verify_programs([whole], 1)
+    assert whole.stages == (0, 1) and not whole.splits
+    with pytest.raises(GraphError, match="two programs"):
+        verify_programs([parse_program("0F0 0SEND_F0 0RECV_B0 0B0 0UPDATE"), *[_half(1, (1, 2)), _half(2, (2,))]], 1)
+
+
+def _half(first: int, stages) -> StageProgram:
+    words = [f"{k}RECV_F0 {k}F0 {k}SEND_F0" for k in stages] + [f"{k}RECV_B0 {k}B0 {k}SEND_B0" for k in stages[::-1]]
+    return parse_program(" ".join([*words, *(f"{k}UPDATE" for k in stages)]))
 
 
 def test_a_deadlock_is_named():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from fusionllm.errors import PlanError
 from fusionllm.ir.cuts import Cut
+from fusionllm.schedule.pipeline import build_programs, stages_per_node
 from fusionllm.schedule.placement import (
     BASELINES,
     Cluster,
@@ -16,8 +19,11 @@ from fusionllm.schedule.placement import (
     Placement,
     Workload,
     find_fences,
+    node_memory,
     place_op_fence,
     replay_placement,
+    with_chunks,
+    without_chunks,
 )
 from fusionllm.schedule.planner import place_exhaustive, plan_placement
 
@@ -78,6 +84,40 @@ def test_scaling_all_rates_scales_the_step(instance, factor):
     )
     before, after = (plan_placement(workload, c)[0].step_s for c in (cluster, faster))
     assert after * factor == pytest.approx(before, rel=0.05)
+
+
+@settings(deadline=None, max_examples=25)
+@given(instances(4, 10), st.sampled_from(["zb-h1", "1f1b-interleaved", "1f1b-interleaved:3"]))
+def test_schedules_that_are_only_simulated_are_planned_too(instance, name):
+    workload, cluster = instance
+    workload = msgspec.structs.replace(workload, pipeline=name, state_bytes=(2.0,) * len(workload.flops))
+    limit = 1.5 * sum(workload.state_bytes) + 4
+    cluster = msgspec.structs.replace(
+        cluster, nodes=tuple(msgspec.structs.replace(n, memory_bytes=limit) for n in cluster.nodes)
+    )
+    try:
+        best = plan_placement(workload, cluster)[0]
+    except PlanError:
+        return
+    placement = best.placement
+    assert replay_placement(workload, cluster, placement).step_s == best.step_s
+    programs = build_programs(name, len(placement.nodes), workload.num_microbatches)
+    assert all(need <= limit * (1 + 1e-9) for need in node_memory(workload, placement, programs))
+    assert len(placement.nodes) == len(set(placement.nodes)) * stages_per_node(name)
+    back = without_chunks(placement, len(workload.flops))
+    assert back.nodes == placement.nodes[: len(back.nodes)] and len(back.boundaries) == len(back.nodes) - 1
+    for place in BASELINES.values():
+        with contextlib.suppress(PlanError):
+            baseline = with_chunks(workload, place(workload, cluster))
+            assert best.step_s <= replay_placement(workload, cluster, baseline).step_s
+
+
+def test_two_stages_of_a_node_share_its_link():
+    workload = msgspec.structs.replace(make_workload([0.001] * 4, [4, 4, 4]), pipeline="1f1b-interleaved")
+    placement = Placement(nodes=(0, 1, 0, 1), boundaries=(1, 2, 3))
+    line = replay_placement(workload, make_cluster([1, 1], 1.0), placement)
+    assert line.step_s >= 24 * 4  # 8 microbatches, 2 activations and a gradient each from node 0 to node 1
+    assert set(line.link_busy_s) == {32.0}
 
 
 def test_a_slow_far_node_is_left_out():

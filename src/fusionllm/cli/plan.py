@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fusionllm.errors import UserError
-from fusionllm.schedule.pipeline import PIPELINES
+from fusionllm.schedule.pipeline import PIPELINES, SIMULATED, check_pipeline
 
 PRECISIONS = ("bfloat16", "float32")
 DEVICE_MODELS = ("rates", "lambda")
@@ -29,7 +29,7 @@ def plan(
     cluster: Annotated[Path, typer.Option(metavar="CLUSTER.toml", help="The machines.", show_default=False)],
     microbatch_size: Annotated[int, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch.")] = 1,
     num_microbatches: Annotated[int, typer.Option(min=1, max=4096, help="Microbatches of a step.")] = 16,
-    pipeline: Annotated[str, typer.Option(help=f"One of {', '.join(PIPELINES)}.")] = "1f1b-ahead",
+    pipeline: Annotated[str, typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}.")] = "1f1b-ahead",
     precision: Annotated[str, typer.Option(help=f"Of activations; one of {', '.join(PRECISIONS)}.")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
     device_model: Annotated[str, typer.Option(help="rates per kind of operator, or the paper's lambda.")] = "rates",
@@ -56,12 +56,12 @@ def plan(
         from fusionllm.sim.what_if import change
 
         for name, word, known in (
-            ("--pipeline", pipeline, tuple(PIPELINES)),
             ("--precision", precision, PRECISIONS),
             ("--device-model", device_model, DEVICE_MODELS),
         ):
             if word not in known:
                 raise UserError(f"{name} is {word!r}; known: {', '.join(known)}")
+        check_pipeline(pipeline)
         spec = load_cluster(cluster)
         specs = {"": spec, **{text: change(spec, text) for text in what_if or ()}}
         options = StudyOptions(

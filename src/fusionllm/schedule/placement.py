@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import inf
 
 import msgspec
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 
 from fusionllm.errors import PlanError
 from fusionllm.ir.cuts import Cut
-from fusionllm.ir.program import StageProgram
+from fusionllm.ir.program import Action, StageProgram
 from fusionllm.schedule.partition import equal_compute, equal_number, proportional
-from fusionllm.schedule.pipeline import build_programs, pipeline_name
+from fusionllm.schedule.pipeline import build_programs, pipeline_name, stages_per_node
 from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
 
 #: A backward pass computes the gradients of both operands of each product.
@@ -89,9 +90,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Indices of nodes in path order, the boundaries between them, and how many microbatches each keeps in flight.
+    """Node of each stage in path order, the boundaries between them, and how many microbatches each keeps in flight.
 
-    ``depths`` is empty where the pipeline schedule fixes them.
+    ``depths`` is empty where the pipeline schedule fixes them. An interleaved schedule goes through the nodes several
+    times, always in the same order.
     """
 
     nodes: tuple[int, ...]
@@ -200,8 +202,14 @@ def build_models(
     for stage_index, (index, first, end) in enumerate(zip(placement.nodes, edges, edges[1:])):
         forward_s = sum(forward_seconds(workload, cluster.nodes[index])[first:end])
         backward_s = forward_s * BACKWARD_OVER_FORWARD
-        stages.append(StageModel(forward_s=forward_s, backward_s=backward_s, update_s=sync_s[stage_index]))
+        stages.append(
+            StageModel(
+                forward_s=forward_s, backward_s=backward_s, update_s=sync_s[stage_index],
+                weight_s=_weight_seconds(workload, cluster.nodes[index], first, end),
+            )
+        )  # fmt: skip
     rate = link_rates(cluster)
+    again = len(set(placement.nodes)) < len(placement.nodes)
     links = []
     for a, b, boundary in zip(placement.nodes, placement.nodes[1:], placement.boundaries):
         links.append(
@@ -211,16 +219,26 @@ def build_models(
                 bandwidth_bytes_per_s=float(rate[a, b]),
                 back_bandwidth_bytes_per_s=float(rate[b, a]),
                 latency_s=max(cluster.latency_s[a][b], cluster.latency_s[b][a]),
-                forward_shared=_lines(cluster, a, b),
-                back_shared=_lines(cluster, b, a),
+                forward_shared=_lines(cluster, a, b, again),
+                back_shared=_lines(cluster, b, a, again),
             )
         )
     return stages, links
 
 
-def _lines(cluster: Cluster, sender: int, receiver: int) -> tuple[tuple[str, float], ...]:
-    """Lines in common between two nodes, with their bytes per second."""
+def _weight_seconds(workload: Workload, node: NodeModel, first: int, end: int) -> float:
+    """Of the backward of these operators: half of it, for those that have parameters."""
+    seconds = forward_seconds(workload, node)
+    half = BACKWARD_OVER_FORWARD / 2
+    return sum(half * seconds[k] for k in range(first, end) if workload.state_bytes[k] > 0)
+
+
+def _lines(cluster: Cluster, sender: int, receiver: int, again: bool) -> tuple[tuple[str, float], ...]:
+    """Lines in common between two nodes, with their bytes per second; ``again``: stages share their own link too."""
     lines = []
+    if again:
+        names = cluster.nodes[sender].name, cluster.nodes[receiver].name
+        lines.append((f"{names[0]} to {names[1]}", float(link_rates(cluster)[sender, receiver])))
     for share in cluster.shares:
         if (sender in share.nodes) and (receiver not in share.nodes):
             lines.append((f"{share.name} up", share.up_bytes_per_s))
@@ -235,9 +253,9 @@ def _sync_seconds(workload: Workload, cluster: Cluster, placement: Placement) ->
     rate = link_rates(cluster) if workload.tied else None
     for tied in workload.tied:
         a, b = (bisect_right(placement.boundaries, op) for op in (tied.ops[0], tied.ops[-1]))
-        if rate is None or a == b:
-            continue
         first, last = placement.nodes[a], placement.nodes[b]
+        if rate is None or first == last:
+            continue
         slowest = float(min(rate[first, last], rate[last, first]))
         latency_s = max(cluster.latency_s[first][last], cluster.latency_s[last][first])
         for stage_index in (a, b):
@@ -253,33 +271,76 @@ def replay_placement(workload: Workload, cluster: Cluster, placement: Placement)
     return replay(programs, *build_models(workload, cluster, placement))
 
 
+def with_chunks(workload: Workload, placement: Placement) -> Placement:
+    """The placement as the workload's pipeline schedule wants it: every node's share in several stages if interleaved.
+
+    Raises:
+        PlanError: too few places to cut, or a single node.
+    """
+    chunks = stages_per_node(workload.pipeline)
+    if chunks == 1 or len(set(placement.nodes)) < len(placement.nodes):
+        return placement
+    if len(placement.nodes) == 1:
+        raise PlanError(f"{workload.pipeline} on one node has nothing to overlap; use 1f1b")
+    edges = [0, *placement.boundaries, len(workload.flops)]
+    shares = [max(sum(workload.flops[a:b]) / chunks, 1e-9) for a, b in zip(edges, edges[1:])]
+    boundaries = proportional(workload.cuts, workload.flops, shares * chunks)
+    return Placement(nodes=placement.nodes * chunks, boundaries=tuple(boundaries))
+
+
+def without_chunks(placement: Placement, num_ops: int) -> Placement:
+    """One stage per node, as large as all it has: what searches compare an interleaved placement with."""
+    count = len(set(placement.nodes))
+    if count == len(placement.nodes):
+        return placement
+    edges = [0, *placement.boundaries, num_ops]
+    sizes = [sum(edges[k + 1] - edges[k] for k in range(node, len(edges) - 1, count)) for node in range(count)]
+    return Placement(nodes=placement.nodes[:count], boundaries=tuple(accumulate(sizes[:-1])))
+
+
 def stage_memory(
     workload: Workload, placement: Placement, programs: Sequence[StageProgram]
 ) -> list[tuple[float, float, int]]:
     """Per stage: bytes of state, bytes of one microbatch's stash, and the most microbatches it holds at once."""
     edges = [0, *placement.boundaries, len(workload.flops)]
-    needs = []
-    for program, first, end in zip(programs, edges, edges[1:]):
-        held = most = 0
+    most = [0] * len(placement.nodes)
+    for program in programs:
+        held = dict.fromkeys(program.stages, 0)
         for action in program.actions:
-            held += (action.kind == "F") - (action.kind == "B")
+            held[action.stage_index] += _change(action, program.splits)
+            most[action.stage_index] = max(most[action.stage_index], held[action.stage_index])
+    return [
+        (sum(workload.state_bytes[a:b]), sum(workload.stash_bytes[a:b]), most[k])
+        for k, (a, b) in enumerate(zip(edges, edges[1:]))
+    ]
+
+
+def _change(action: Action, splits: bool) -> int:
+    """Of microbatches held: one more with a forward, one less when nothing needs what was kept of it."""
+    return (action.kind == "F") - (action.kind == ("W" if splits else "B"))
+
+
+def node_memory(workload: Workload, placement: Placement, programs: Sequence[StageProgram]) -> list[float]:
+    """Per program: the most bytes its node holds at once, state and stash of all its stages."""
+    needs = stage_memory(workload, placement, programs)
+    found = []
+    for program in programs:
+        held = most = 0.0
+        for action in program.actions:
+            held += _change(action, program.splits) * needs[action.stage_index][1]
             most = max(most, held)
-        needs.append((sum(workload.state_bytes[first:end]), sum(workload.stash_bytes[first:end]), most))
-    return needs
+        found.append(sum(needs[k][0] for k in program.stages) + most)
+    return found
 
 
 def check_memory(workload: Workload, cluster: Cluster, placement: Placement, programs: Sequence[StageProgram]) -> None:
     """State and the stash of the microbatches in flight must fit each node. Raises PlanError naming the worst."""
-    needs = stage_memory(workload, placement, programs)
-    lacks = [
-        (state + held * stash - cluster.nodes[i].memory_bytes, stage_index)
-        for stage_index, (i, (state, stash, held)) in enumerate(zip(placement.nodes, needs))
-        if state + held * stash > cluster.nodes[i].memory_bytes * (1 + 1e-12)
-    ]
+    needs = node_memory(workload, placement, programs)
+    limits = [cluster.nodes[placement.nodes[program.stage_index]].memory_bytes for program in programs]
+    lacks = [(need - limit, k) for k, (need, limit) in enumerate(zip(needs, limits)) if need > limit * (1 + 1e-12)]
     if lacks:
-        stage_index = max(lacks)[1]
-        (state, stash, held), node = needs[stage_index], cluster.nodes[placement.nodes[stage_index]]
+        k = max(lacks)[1]
         raise PlanError(
-            f"stage {stage_index} needs {(state + held * stash) / 2**30:.1f} GiB but node {node.name} has "
-            f"{node.memory_bytes / 2**30:.1f} GiB; use more stages, smaller microbatches or recompute"
+            f"stage {k} needs {needs[k] / 2**30:.1f} GiB but node {cluster.nodes[placement.nodes[k]].name} has "
+            f"{limits[k] / 2**30:.1f} GiB; use more stages, smaller microbatches or recompute"
         )

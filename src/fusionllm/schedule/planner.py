@@ -4,6 +4,8 @@ Pure decision. On the path: CostTable + Cluster -> **Placement** -> Plan. `sched
 improves what it proposes and what the baselines do, `schedule.timeline` replays the finalists and ranks them. The
 baselines are always among them, so the choice is never slower than any of them.
 
+Schedules that nodes do not execute yet are searched as 1F1B and ranked by their own programs.
+
 Small clusters are solved with every node by itself. In large ones equal nodes of a fence form a group; of many groups
 those around each of the strongest are solved together, and the nodes along a few orders, any of which may be left out.
 """
@@ -27,6 +29,7 @@ from fusionllm.schedule.placement import (
     fence_order,
     find_fences,
     replay_placement,
+    with_chunks,
 )
 from fusionllm.schedule.search import Search
 from fusionllm.schedule.tables import BATCH, Point, Tables
@@ -71,8 +74,9 @@ def plan_placement(workload: Workload, cluster: Cluster) -> list[Candidate]:
     for placement in place_dp(workload, cluster, tuple(found)):
         found.setdefault(placement, "dp")
     ranked = []
-    for placement, method in found.items():
+    for searched, method in found.items():
         try:
+            placement = with_chunks(workload, searched)
             step_s = float(replay_placement(workload, cluster, placement).step_s)
             ranked.append(Candidate(method, placement, step_s))
         except PlanError as error:

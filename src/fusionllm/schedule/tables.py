@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusionllm.schedule.batch import Array, BatchCosts, replay_many
-from fusionllm.schedule.pipeline import AHEAD
+from fusionllm.schedule.pipeline import AHEAD, ZERO_BUBBLE
 from fusionllm.schedule.placement import (
     BACKWARD_OVER_FORWARD,
     Cluster,
@@ -107,7 +107,8 @@ class Tables:
         """[B]: state and the stash of the microbatches in flight fit each node."""
         state = self.state[edges[1:]] - self.state[edges[:-1]]
         stash = self.stash[edges[1:]] - self.stash[edges[:-1]]
-        needed = state + np.array(depths)[:, None] * stash
+        held = [min(len(depths), self.num_microbatches)] * len(depths) if self.pipeline == ZERO_BUBBLE else depths
+        needed = state + np.array(held)[:, None] * stash
         return np.asarray((needed <= self.memory[nodes] * (1 + 1e-12)).all(axis=0))
 
     def extra_s(self, nodes: NDArray[np.intp], edges: NDArray[np.intp]) -> Array:

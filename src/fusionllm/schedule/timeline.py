@@ -3,7 +3,7 @@
 Pure decision: seconds and rates come in as arguments, no clock. On the path: StageProgram + costs -> **Timeline** ->
 planner (which plan is fastest) and people (the stage-by-time grid). The programs are the ones the nodes execute.
 
-The model: a stage does one thing at a time, in its program's order. Links are full duplex; each direction carries one
+The model: a node does one thing at a time, in its program's order. Links are full duplex; each direction carries one
 message at a time, in the order sent; a message is there ``latency_s`` after its last byte left. Sends do not hold up
 the sender. A line that several links share (the uplink of a home or a site) serves messages in the order sent too: one
 starts when its link and all lines on its way are free, and keeps each for as long as its bytes take there.
@@ -48,14 +48,21 @@ class LinkModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class StageModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds one stage computes: per microbatch forward and backward, and the update at the end of the step."""
+    """Seconds one stage computes: per microbatch forward and backward, and the update at the end of the step.
+
+    ``weight_s`` is the part of the backward that computes gradients of weights; a program may do it by itself, as W.
+    """
 
     forward_s: float
     backward_s: float
     update_s: float = 0.0
+    weight_s: float = 0.0
 
-    def compute_s(self, kind: str) -> float:
-        return {"F": self.forward_s, "B": self.backward_s, "UPDATE": self.update_s}.get(kind, 0.0)
+    def compute_s(self, kind: str, splits: bool = False) -> float:
+        """Seconds of an action; ``splits``: whether its program parts W from B."""
+        if kind == "B":
+            return self.backward_s - self.weight_s if splits else self.backward_s
+        return {"F": self.forward_s, "W": self.weight_s, "UPDATE": self.update_s}.get(kind, 0.0)
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,10 +77,10 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A replayed step.
 
     Attributes:
-        step_s: from the start until the last stage is done.
-        busy_s: seconds each stage computes.
-        link_busy_s: seconds each link is busy in its busier direction, one entry per pair of neighbours.
-        spans: per stage, its actions in order.
+        step_s: from the start until the last node is done.
+        busy_s: seconds each node computes; where nodes have one stage each, each stage.
+        link_busy_s: seconds each link is busy in its busier direction, one entry per pair of neighbouring stages.
+        spans: per node, its actions in order.
     """
 
     step_s: float
@@ -103,14 +110,17 @@ def replay(programs: Sequence[StageProgram], stages: Sequence[StageModel], links
     """Play the programs of one step.
 
     Args:
-        programs: one per stage, as `schedule.pipeline.build_programs` gives them.
+        programs: one per node, as `schedule.pipeline.build_programs` gives them.
         stages: one per stage. links: one per pair of neighbours, ``links[k]`` between stage k and k+1.
 
     Raises:
         PlanError: counts that do not match, a rate that is not above zero, or programs that deadlock.
     """
-    if len(stages) != len(programs) or len(links) != max(0, len(programs) - 1):
-        raise PlanError(f"{len(programs)} programs, {len(stages)} stages and {len(links)} links; expected n, n, n - 1")
+    known = sorted(stage_index for program in programs for stage_index in program.stages)
+    if known != list(range(len(stages))) or len(links) != max(0, len(stages) - 1):
+        raise PlanError(
+            f"programs of {len(known)} stages, {len(stages)} stages and {len(links)} links; expected n, n, n - 1"
+        )
     if any(min(link.bandwidth_bytes_per_s, link.back_bandwidth_bytes_per_s or 1) <= 0 for link in links):
         raise PlanError("a link with a rate that is not above zero; leave its nodes out or measure again")
     run = _Replay(programs, stages, links)
@@ -124,16 +134,17 @@ def replay(programs: Sequence[StageProgram], stages: Sequence[StageModel], links
     )
 
 
-_COMPUTE = ("F", "B", "UPDATE")
+_COMPUTE = ("F", "B", "W", "UPDATE")
 
 
 class _Replay:
-    """State of a replay: a clock per stage, when each direction of a link is free, when each message arrives."""
+    """State of a replay: a clock per node, when each direction of a link is free, when each message arrives."""
 
     def __init__(
         self, programs: Sequence[StageProgram], stages: Sequence[StageModel], links: Sequence[LinkModel]
     ) -> None:
         self.programs, self.stages, self.links = programs, stages, links
+        self.splits = [program.splits for program in programs]
         self.clock = [0.0] * len(programs)
         self.spans: list[list[Span]] = [[] for _ in programs]
         self.free_s = {(k, kind): 0.0 for k in range(len(links)) for kind in ("SEND_F", "SEND_B")}
@@ -145,39 +156,40 @@ class _Replay:
 
     def play(self) -> None:
         """Perform actions in order of time, so that lines in common serve who comes first."""
-        self.ready = [(0.0, stage_index) for stage_index in range(len(self.programs))]
+        self.ready = [(0.0, index) for index in range(len(self.programs))]
         while self.ready:
-            _, stage_index = heapq.heappop(self.ready)
-            actions = self.programs[stage_index].actions
-            if len(self.spans[stage_index]) == len(actions):
+            _, index = heapq.heappop(self.ready)
+            actions = self.programs[index].actions
+            if len(self.spans[index]) == len(actions):
                 continue
-            action = actions[len(self.spans[stage_index])]
+            action = actions[len(self.spans[index])]
             needed = needed_send(action)
             if needed is not None and needed not in self.arrival_s:
-                self.waiters[needed] = stage_index
+                self.waiters[needed] = index
             else:
-                self._perform(stage_index, action, needed)
+                self._perform(index, action, needed)
         stuck = [str(p.actions[len(s)]) for p, s in zip(self.programs, self.spans) if len(s) < len(p.actions)]
         if stuck:
             raise PlanError(f"the programs deadlock; waiting: {' '.join(stuck)}")
 
-    def _perform(self, stage_index: int, action: Action, needed: tuple[int, str, int] | None) -> None:
-        start = self.clock[stage_index]
+    def _perform(self, index: int, action: Action, needed: tuple[int, str, int] | None) -> None:
+        start = self.clock[index]
         if needed is not None:
             end = max(start, self.arrival_s[needed])
         else:
-            end = start + self.stages[stage_index].compute_s(action.kind)
+            end = start + self.stages[action.stage_index].compute_s(action.kind, self.splits[index])
         if action.kind in ("SEND_F", "SEND_B"):
-            self._send(stage_index, action)
-        self.clock[stage_index] = end
-        self.spans[stage_index].append(Span(action, start, end))
-        heapq.heappush(self.ready, (end, stage_index))
+            self._send(index, action)
+        self.clock[index] = end
+        self.spans[index].append(Span(action, start, end))
+        heapq.heappush(self.ready, (end, index))
 
-    def _send(self, stage_index: int, action: Action) -> None:
+    def _send(self, index: int, action: Action) -> None:
+        stage_index = action.stage_index
         link_index = stage_index if action.kind == "SEND_F" else stage_index - 1
         link, line = self.links[link_index], (link_index, action.kind)
         transfer, shared = link.transfer_s(action.kind), link.shared_s(action.kind)
-        start = max([self.clock[stage_index], self.free_s[line], *(self.shared_free_s.get(n, 0.0) for n, _ in shared)])
+        start = max([self.clock[index], self.free_s[line], *(self.shared_free_s.get(n, 0.0) for n, _ in shared)])
         self.free_s[line] = start + transfer
         self.shared_free_s |= {name: start + seconds for name, seconds in shared}
         self.line_s[line] += transfer
@@ -189,9 +201,10 @@ class _Replay:
 
 
 def format_grid(timeline: Timeline, width: int = 72) -> str:
-    """The step as a picture: a row per stage, time to the right.
+    """The step as a picture: a row per node, time to the right.
 
-    Digits are forwards, letters backwards (0 and a are microbatch 0, 10, 20 ...), ``U`` updates and ``.`` waits.
+    Digits are forwards, letters backwards (0 and a are microbatch 0, 10, 20 ...; capitals: gradients of weights),
+    ``U`` updates and ``.`` waits.
     """
     rows = []
     scale = width / timeline.step_s if timeline.step_s > 0 else 0.0
@@ -211,6 +224,4 @@ def format_grid(timeline: Timeline, width: int = 72) -> str:
 def _mark(action: Action) -> str:
     if action.kind == "UPDATE":
         return "U"
-    return (
-        "0123456789"[action.microbatch_index % 10] if action.kind == "F" else "abcdefghij"[action.microbatch_index % 10]
-    )
+    return {"F": "0123456789", "B": "abcdefghij", "W": "ABCDEFGHIJ"}[action.kind][action.microbatch_index % 10]

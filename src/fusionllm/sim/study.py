@@ -25,8 +25,11 @@ from fusionllm.schedule.placement import (
     Workload,
     build_models,
     find_fences,
+    node_memory,
     replay_placement,
     stage_memory,
+    with_chunks,
+    without_chunks,
 )
 from fusionllm.schedule.planner import plan_placement
 from fusionllm.schedule.search import Search
@@ -197,7 +200,8 @@ def compare(workload: Workload, cluster: Cluster) -> dict[str, float | str]:
     others: dict[str, float | str] = {}
     for method, place in BASELINES.items():
         try:
-            others[method] = replay_placement(workload, cluster, place(workload, cluster)).step_s
+            placement = with_chunks(workload, place(workload, cluster))
+            others[method] = replay_placement(workload, cluster, placement).step_s
         except PlanError as error:
             others[method] = str(error)
     for title, groups in (
@@ -238,7 +242,7 @@ def select_nodes(cluster: Cluster, indices: Sequence[int]) -> Cluster:
 def explain_left_out(workload: Workload, cluster: Cluster, placement: Placement, step_s: float) -> tuple[LeftOut, ...]:
     """Per fence and kind: the step if one such node were taken in too, everything else as near as can be."""
     search = Search(Tables(workload, cluster))
-    point = search.tables.point(placement)
+    point = search.tables.point(without_chunks(placement, len(workload.flops)))
     groups: dict[tuple[str, str, float], list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         if index not in placement.nodes:
@@ -276,8 +280,8 @@ def explain_misfit(workload: Workload, cluster: Cluster) -> str:
         return f"{total}; even {high:.0f} times the memory would not do: some node has no way to the others"
     programs = build_programs(pipeline_name(workload.pipeline, best.depths), len(best.nodes), workload.num_microbatches)
     lacks = [
-        (state + held * stash - cluster.nodes[i].memory_bytes, k, state + held * stash)
-        for k, (i, (state, stash, held)) in enumerate(zip(best.nodes, stage_memory(workload, best, programs)))
+        (need - cluster.nodes[best.nodes[k]].memory_bytes, k, need)
+        for k, need in enumerate(node_memory(workload, best, programs))
     ]
     over, k, need = max(lacks)
     node, short = cluster.nodes[best.nodes[k]], sum(max(0.0, lack[0]) for lack in lacks)
