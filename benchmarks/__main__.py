@@ -21,6 +21,7 @@ BENCHMARKS = {
     "planner": "benchmarks.planner",
     "convergence": "benchmarks.convergence",
     "capture": "benchmarks.capture",
+    "bigmodel": "benchmarks.bigmodel",
     "finetune": "benchmarks.finetune",
 }
 

@@ -160,3 +160,18 @@ def test_weights_go_back_into_the_module():
         write_back(model, {})
     with pytest.raises(CheckpointError, match="does not fit"):
         write_back(model, {"w": torch.zeros(3)})
+
+
+def test_two_inputs_given_as_one_tensor_stay_two():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, a, b):
+            return (a * self.weight - b).sum()
+
+    x = torch.ones(2, 3)
+    graph = capture_module(Sum(), {"a": x, "b": x}).graph
+    reads = {ref for op in graph.ops for ref in op.refs()}
+    assert {"a", "b"} <= reads

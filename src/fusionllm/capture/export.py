@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from fusionllm.capture.empty import all_on_meta, is_empty, on_meta
 from fusionllm.capture.gradients import keep_detached, refuse_own_backward
 from fusionllm.capture.normalise import GraphBuilder, user_line
 from fusionllm.capture.portable import portable
@@ -23,7 +24,10 @@ from fusionllm.ir.verify import verify_graph
 
 
 class Captured(NamedTuple):
-    """A graph and its tensors: parameters and buffers by canonical name, on the CPU, detached."""
+    """A graph and its tensors: parameters and buffers by canonical name, on the CPU, detached.
+
+    The parameters of a model built without weights (`capture.empty`) are on the device ``meta``.
+    """
 
     graph: OpGraph
     tensors: dict[str, torch.Tensor]
@@ -78,8 +82,30 @@ def capture_module(
     """
     names, allowed = _check_inputs(module, example_inputs), allowed_ops(allow_ops)
     module.train(mode == "train")
+    if is_empty(module):
+        with all_on_meta(module) as buffers:
+            graph, tensors = _capture(module, on_meta(example_inputs), names, mode, allowed)
+        tensors |= {name: buffers[name].detach() for name in tensors.keys() & buffers.keys()}
+        if lost := [n for n in graph.buffers if tensors[n].is_meta]:
+            raise CaptureError(
+                f"{lost[0]} is a constant made on the inputs' device, and a model without weights is captured on one "
+                "without values; register it as a buffer"
+            )
+    else:
+        graph, tensors = _capture(module, example_inputs, names, mode, allowed)
+    try:
+        verify_graph(graph, allowed)
+    except GraphError as error:
+        raise CaptureError(f"the captured graph is not valid: {error}") from None
+    return Captured(graph, tensors)
+
+
+def _capture(
+    module: torch.nn.Module, example_inputs: Mapping[str, torch.Tensor], names: tuple[str, ...],
+    mode: Literal["train", "eval"], allowed: frozenset[str],
+) -> tuple[OpGraph, dict[str, torch.Tensor]]:  # fmt: skip
     wrapper = _LossOnly(module, names)
-    inputs = tuple(example_inputs[name] for name in names)
+    inputs = tuple(example_inputs[name].clone() for name in names)  # one tensor under two names would become one input
     rows = torch.export.Dim("rows")  # one for all inputs: their first dimensions are equal
     dynamic: Any = {"inputs": tuple({0: rows} for _ in inputs)}
     try:
@@ -92,13 +118,7 @@ def capture_module(
         raise
     except Exception as error:
         raise CaptureError(_explain(error)) from None
-    builder = GraphBuilder(program, module, names, mode, allowed)
-    graph, tensors = builder.build()
-    try:
-        verify_graph(graph, allowed)
-    except GraphError as error:
-        raise CaptureError(f"the captured graph is not valid: {error}") from None
-    return Captured(graph, tensors)
+    return GraphBuilder(program, module, names, mode, allowed).build()
 
 
 def _check_inputs(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from fusionllm.capture.empty import without_weights
 from fusionllm.capture.options import ARCHITECTURES, ModelConfig
 from fusionllm.errors import UserError
 
@@ -38,18 +40,27 @@ class Source:
     vocab_size: int | None = None
 
 
-def resolve_model(config: ModelConfig, *, base_dir: Path, seed: int, module: torch.nn.Module | None = None) -> Source:
+def resolve_model(
+    config: ModelConfig, *, base_dir: Path, seed: int, module: torch.nn.Module | None = None, empty: bool = False
+) -> Source:
     """Build the model, in train mode, on the CPU; random weights are a function of ``seed``.
 
     Args:
         module: a module given by the caller, taken as it is.
+        empty: build it without weights (`capture.empty`), whatever its size.
 
     Raises:
         UserError: names what was not found or does not fit, and the known forms.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        source = _given(module) if module is not None else _build(config, base_dir)
+        if module is not None:
+            source = _given(module)
+        elif empty:
+            with without_weights():
+                source = _build(msgspec.structs.replace(config, init="random"), base_dir)
+        else:
+            source = _build(config, base_dir)
     source.module.train()
     return source
 
