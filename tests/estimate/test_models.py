@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from tests.strategies import dataflows
 
 from fusionllm.errors import GraphError, UserError
-from fusionllm.estimate.device import DeviceRates, Sample, fit_rates, lambda_rates
+from fusionllm.estimate.device import DeviceRates, fit_rates, lambda_rates
 from fusionllm.estimate.flops import anchored_flops
 from fusionllm.estimate.library import DEVICES, find_device
 from fusionllm.estimate.link import LinkRates, fit_link
 from fusionllm.estimate.memory import memory_of
 from fusionllm.estimate.work import graph_work
+from fusionllm.ir.cluster import Sample
 from fusionllm.ir.codec import CodecSpeed
 from fusionllm.ir.cuts import anchored_ops
 from fusionllm.ir.graph import Op, OpGraph, Param, Value

@@ -20,8 +20,9 @@ from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.graph import Op, OpGraph, Param, Value, encode_graph
 from fusionllm.ir.tensor import TensorSpec
 from fusionllm.ir.text import graph_to_text
+from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.cluster import build_cluster, build_spec, load_cluster, node_names
-from fusionllm.sim.study import Study, StudyOptions, build_workload, study
+from fusionllm.sim.study import Study, study
 from fusionllm.sim.what_if import change
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.toml"))
@@ -55,7 +56,7 @@ def deep(width: int = 512, layers: int = 8) -> OpGraph:
 def test_every_example_cluster_is_planned(path):
     spec = load_cluster(path)
     cluster = build_cluster(spec)
-    found = study(build_workload(deep(), StudyOptions(microbatch_size=64, num_microbatches=8)), cluster)
+    found = study(build_workload(deep(), StepOptions(microbatch_size=64, num_microbatches=8)), cluster)
     assert sum(len(nodes) for nodes in found.fences.values()) == len(cluster.nodes) == len(node_names(spec))
     used = {stage.node for stage in found.stages}
     assert sum(left.count for left in found.left_out) == len(cluster.nodes) - len(used)
@@ -145,7 +146,7 @@ def test_what_does_not_fit_says_what_would():
     spec = build_spec(
         {"fence": [{"name": "a"}], "node": [{"fence": "a", "flops_per_s": 1e12, "memory": "12 MB", "count": 2}]}
     )
-    workload = build_workload(deep(), StudyOptions(microbatch_size=4, num_microbatches=4))
+    workload = build_workload(deep(), StepOptions(microbatch_size=4, num_microbatches=4))
     with pytest.raises(PlanError, match=r"stage \d needs .* MiB on a\d.* smallest change found: .* or \d more node"):
         study(workload, build_cluster(spec))
 

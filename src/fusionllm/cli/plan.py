@@ -51,8 +51,8 @@ def plan(
 
     def work() -> None:
         from fusionllm.cli.show_plan import read_graph, show_plan
+        from fusionllm.schedule.workload import StepOptions
         from fusionllm.sim.cluster import load_cluster
-        from fusionllm.sim.study import StudyOptions
         from fusionllm.sim.what_if import change
 
         for name, word, known in (
@@ -64,7 +64,7 @@ def plan(
         check_pipeline(pipeline)
         spec = load_cluster(cluster)
         specs = {"": spec, **{text: change(spec, text) for text in what_if or ()}}
-        options = StudyOptions(
+        options = StepOptions(
             microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,
             precision=precision, optimizer=optimizer,
         )  # fmt: skip

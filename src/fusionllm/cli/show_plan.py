@@ -15,8 +15,9 @@ from rich.table import Table
 
 from fusionllm.errors import UserError
 from fusionllm.ir.graph import MAX_GRAPH_BYTES, OpGraph, decode_graph
+from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.cluster import ClusterSpec, build_cluster
-from fusionllm.sim.study import Study, StudyOptions, build_workload, study
+from fusionllm.sim.study import Study, study
 from fusionllm.units import format_bandwidth, format_duration, format_num_bytes
 
 
@@ -42,7 +43,7 @@ def read_graph(path: Path) -> OpGraph:
 
 
 def show_plan(
-    graph: OpGraph, specs: dict[str, ClusterSpec], options: StudyOptions, device_model: str, as_json: bool
+    graph: OpGraph, specs: dict[str, ClusterSpec], options: StepOptions, device_model: str, as_json: bool
 ) -> None:
     """Plan on each cluster, the first unchanged, and print. Raises PlanError when the first has no plan."""
     workload = build_workload(graph, options)

@@ -9,14 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fusionllm.compute.options import ComputeOptions, OptimConfig, learning_rate
+from fusionllm.errors import UserError
+from fusionllm.ir.cluster import NodeProfile
 
 if TYPE_CHECKING:
     from fusionllm.compute.stage import TorchStage
 
 #: name -> where its stage class is. A new backend is a class with TorchStage's methods and one line here.
 BACKENDS = {"torch": "fusionllm.compute.stage:TorchStage"}
+#: name -> how its devices are measured.
+CALIBRATIONS = {"torch": "fusionllm.compute.calibrate:calibrate"}
 
-__all__ = ["BACKENDS", "ComputeOptions", "OptimConfig", "learning_rate", "load_backend", "warm_up"]
+__all__ = [
+    "BACKENDS",
+    "CALIBRATIONS",
+    "ComputeOptions",
+    "OptimConfig",
+    "calibrate",
+    "learning_rate",
+    "load_backend",
+    "warm_up",
+]
 
 
 def warm_up(name: str, device: str) -> str:
@@ -29,6 +42,15 @@ def warm_up(name: str, device: str) -> str:
         UserError: this machine has no such device; names those it has.
     """
     return load_backend(name).warm_up(device)
+
+
+def calibrate(name: str, device: str) -> NodeProfile:
+    """Measure a device with a backend. Raises UserError for a backend that cannot."""
+    module, _, attribute = CALIBRATIONS.get(name, "").partition(":")
+    if not module:
+        raise UserError(f"backend {name!r} has no calibration; known: {', '.join(CALIBRATIONS)}")
+    profile: NodeProfile = getattr(import_module(module), attribute)(device)
+    return profile
 
 
 def load_backend(name: str) -> type[TorchStage]:

@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 
 from fusionllm.errors import UserError
-from fusionllm.estimate.work import Kind, OpWork
+from fusionllm.estimate.work import OpWork
+from fusionllm.ir.cluster import OpKind, Sample
 
-KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution", "memory")
+KINDS: tuple[OpKind, ...] = ("matmul", "attention", "convolution", "memory")
 
 
 class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,15 +52,6 @@ def lambda_rates(peak_flops_per_s: float, lam: float) -> DeviceRates:
         raise UserError(f"lambda {lam} of a peak of {peak_flops_per_s}; lambda lies in (0, 1], the peak above zero")
     rate = lam * peak_flops_per_s
     return DeviceRates(matmul=rate, attention=rate, convolution=rate, bytes_per_s=math.inf)
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measured: the median seconds of one operator of a calibration, forward."""
-
-    kind: Kind
-    flops: float
-    moved_bytes: float
-    seconds: float
 
 
 def fit_rates(samples: Sequence[Sample]) -> DeviceRates:

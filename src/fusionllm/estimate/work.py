@@ -9,18 +9,16 @@ keep is kept once and counted where it is kept first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
 from fusionllm.estimate.flops import MOVES, base_name, op_flops
+from fusionllm.ir.cluster import OpKind
 from fusionllm.ir.cuts import anchored_ids, anchored_ops
 from fusionllm.ir.graph import UNUSED, Op, OpGraph
 from fusionllm.ir.tensor import FLOATS, TensorSpec
 
-Kind = Literal["matmul", "attention", "convolution", "memory"]
-
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, OpKind] = {
     **dict.fromkeys(("linear", "bmm", "mm", "matmul", "addmm", "baddbmm"), "matmul"),
     **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d", "conv_transpose2d"), "convolution"),
     "scaled_dot_product_attention": "attention",
@@ -41,7 +39,7 @@ class OpWork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         trained_bytes: the part of ``param_bytes`` that is trained.
     """
 
-    kind: Kind
+    kind: OpKind
     flops: float
     moved_bytes: float
     output_bytes: float

@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from fusionllm.compute import warm_up
+from fusionllm.compute import calibrate, warm_up
 from fusionllm.errors import AdmissionError, FusionError, LinkClosed, LinkError, RemoteProtocolError
 from fusionllm.node.join import default_name, expect_peers, join_broker, reach_peers
 from fusionllm.node.options import NodeConfig
+from fusionllm.node.probe import check_probe, let_in, measure_link
 from fusionllm.node.worker import Arrival, Committed, Connected, StageWorker, Stop
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.stage import OWNER
@@ -34,6 +35,7 @@ class NodeAgent:
         self.name = config.name or default_name()
         self._worker: StageWorker | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self._probed_by = ""
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -79,10 +81,30 @@ class NodeAgent:
                 if self._worker is not None and self._worker.assign.job == message.job:
                     log.info("%s ended%s", message.job, f": {message.reason}" if message.reason else "")
                     self._stop_worker()
+            elif isinstance(message, (m.Calibrate, m.Probe)):
+                self._measure(message)
             elif isinstance(message, m.Refused):
                 raise AdmissionError(message.reason)
             else:
                 raise RemoteProtocolError(f"the broker sent {type(message).__name__} to a node")
+
+    # measuring, before a job
+
+    def _measure(self, order: m.Calibrate | m.Probe) -> None:
+        if not (isinstance(order, m.Probe) and order.peer == self._probed_by):  # else the session of now will do
+            self._stop_worker()
+        if isinstance(order, m.Probe):
+            self._probed_by = order.peer
+            let_in(self._endpoint, order)
+        self._connecting = asyncio.ensure_future(self._tell_measured(order))
+
+    async def _tell_measured(self, order: m.Calibrate | m.Probe) -> None:
+        if isinstance(order, m.Probe):
+            if order.measure:
+                await self._channel.send(await measure_link(self._endpoint, order))
+            return
+        profile = await self._loop.run_in_executor(None, calibrate, self.config.backend, self._device)
+        await self._channel.send(m.Calibrated(profile=profile))
 
     # a job
 
@@ -122,7 +144,8 @@ class NodeAgent:
         if self._worker is not None:
             self._worker.events.put(Stop())
             self._worker = None
-            self._endpoint.expect({})
+        self._probed_by = ""
+        self._endpoint.expect({})
 
     def _tell(self, message: Any) -> None:
         """Send a control message; from any thread."""
@@ -140,10 +163,12 @@ class NodeAgent:
     # the data plane
 
     def _admit(self, peer: str, meta: bytes, num_bytes: int) -> None:
-        worker = self._worker
+        worker, header = self._worker, m.decode_header(bytes(meta))
+        if header.kind == "probe":
+            check_probe(peer, self._probed_by, num_bytes)
+            return
         if worker is None:
             raise RemoteProtocolError(f"{peer} sent a tensor while no job runs here")
-        header = m.decode_header(bytes(meta))
         if header.job == worker.assign.job:
             worker.door.admit(self._stage_of[peer], header, num_bytes)
 

@@ -15,10 +15,11 @@ from typing import Literal, TypeVar
 import msgspec
 
 from fusionllm.errors import RemoteProtocolError, UserError
+from fusionllm.ir.cluster import LinkProfile, NodeProfile
 from fusionllm.ir.plan import Plan
 
 #: Version of the control plane. A node of another version is refused at join with both numbers.
-CONTROL_VERSION = 1
+CONTROL_VERSION = 2
 MAX_CONTROL_BYTES = 300 << 20
 #: What a machine that has not joined yet may send.
 MAX_JOIN_BYTES = 64 << 10
@@ -40,7 +41,7 @@ class Priority(IntEnum):
 
 
 TensorKind = Literal[
-    "input", "activation", "gradient", "tied", "output", "weight", "optimizer", "step", "fetch", "done"
+    "input", "activation", "gradient", "tied", "output", "weight", "optimizer", "step", "fetch", "done", "probe"
 ]
 
 
@@ -174,6 +175,36 @@ class StageFailed(_Message, frozen=True, kw_only=True):
     message: str
 
 
+class Calibrated(_Message, frozen=True, kw_only=True):
+    """What the device of this node can do."""
+
+    profile: NodeProfile
+
+
+class Probed(_Message, frozen=True, kw_only=True):
+    """What the way to ``peer`` can do; ``reason`` says why there is none."""
+
+    peer: str
+    profile: LinkProfile
+    reason: str = ""
+
+
+# broker -> node
+
+
+class Calibrate(_Message, frozen=True, kw_only=True):
+    """Measure your device."""
+
+
+class Probe(_Message, frozen=True, kw_only=True):
+    """Let ``peer`` in; with ``measure`` send it up to ``num_bytes`` and say how that went."""
+
+    peer: str
+    address: Peer
+    measure: bool
+    num_bytes: int = 0
+
+
 # broker -> everyone
 
 
@@ -252,6 +283,10 @@ Control = (
     | StageReady
     | StageDone
     | StageFailed
+    | Calibrated
+    | Probed
+    | Calibrate
+    | Probe
     | Welcome
     | Refused
     | Assign

@@ -11,17 +11,11 @@ from collections.abc import Sequence
 import msgspec
 
 from fusionllm.errors import PlanError
-from fusionllm.estimate.library import DEVICES
-from fusionllm.estimate.memory import memory_of
-from fusionllm.estimate.work import graph_work
-from fusionllm.ir.cuts import list_cuts
-from fusionllm.ir.graph import OpGraph
 from fusionllm.schedule.pipeline import build_programs, pipeline_name
 from fusionllm.schedule.placement import (
     BASELINES,
     Cluster,
     Placement,
-    Tied,
     Workload,
     build_models,
     find_fences,
@@ -36,16 +30,6 @@ from fusionllm.schedule.search import Search
 from fusionllm.schedule.tables import Tables
 from fusionllm.schedule.timeline import StageModel
 from fusionllm.units import format_num_bytes
-
-
-class StudyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step is: rows of a microbatch, microbatches, schedule, precision of activations, optimizer."""
-
-    microbatch_size: int = 1
-    num_microbatches: int = 16
-    pipeline: str = "1f1b-ahead"
-    precision: str = "bfloat16"
-    optimizer: str = "adamw"
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,37 +81,6 @@ class Study(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     links: tuple[LinkReport, ...]
     others: dict[str, float | str]
     left_out: tuple[LeftOut, ...]
-
-
-def build_workload(graph: OpGraph, options: StudyOptions) -> Workload:
-    """A graph in numbers. Raises GraphError; UserError for an optimizer that is not known.
-
-    Activations are counted as captured in float32 and halved in ``bfloat16``; weights, gradients and optimizer stay.
-    """
-    symbols = dict.fromkeys(graph.symbols, options.microbatch_size)
-    works = graph_work(graph, symbols)
-    part = 0.5 if options.precision == "bfloat16" else 1.0
-    cuts = list_cuts(graph, symbols)
-    users: dict[str, list[int]] = {}
-    for index, work in enumerate(works):
-        for name in work.params:
-            users.setdefault(name, []).append(index)
-    tied = tuple(
-        Tied(ops=(ops[0], ops[-1]), num_bytes=float(graph.params[name].spec.num_bytes(symbols)))
-        for name, ops in users.items()
-        if len(ops) > 1 and graph.params[name].trainable
-    )
-    rates = {name: spec.rates(options.precision) for name, spec in DEVICES.items()}
-    return Workload(
-        cuts=tuple(msgspec.structs.replace(cut, num_bytes=int(cut.num_bytes * part)) for cut in cuts),
-        flops=tuple(work.flops for work in works),
-        state_bytes=tuple(memory_of([work], options.optimizer).state_bytes for work in works),
-        stash_bytes=tuple(work.saved_bytes * part for work in works),
-        num_microbatches=options.num_microbatches,
-        pipeline=options.pipeline,
-        tied=tied,
-        device_s={name: tuple(known.forward_s(work) for work in works) for name, known in rates.items()},
-    )
 
 
 def study(workload: Workload, cluster: Cluster) -> Study:

@@ -1,0 +1,150 @@
+"""Survey: what devices and links can do, measured when a job wants to be planned by it.
+
+Owns the waiting, not the sockets: it sends orders through the broker and is told the answers. What was measured is kept
+while the node stays, except over emulated links, which belong to a job. On the path: nodes -> **Survey** ->
+`schedule.placement.Cluster`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from fusionllm.estimate.device import DeviceRates, fit_rates
+from fusionllm.ir.cluster import NO_WAY, LinkProfile, NodeProfile, check_link_profile, check_node_profile
+from fusionllm.protocol import messages as m
+from fusionllm.protocol.membership import Member
+
+log = logging.getLogger(__name__)
+
+CALIBRATE_S = 60.0
+PROBE_S = 90.0
+PROBE_BYTES = 16 << 20
+#: With more nodes than this only the first of each fence are probed; other pairs are taken to be like theirs.
+MAX_PROBED = 32
+PROBED_PER_FENCE = 2
+
+Send = Callable[[str, object], Awaitable[None]]
+Pair = tuple[str, str]
+
+
+class Survey:
+    """Profiles by name.
+
+    Args:
+        send: a control message to a node.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._devices: dict[str, NodeProfile] = {}
+        self._links: dict[Pair, LinkProfile] = {}
+        self._waits: dict[Pair, asyncio.Future[None]] = {}
+
+    # told by the broker
+
+    def handle(self, name: str, message: m.Calibrated | m.Probed) -> None:
+        """Take an answer. Raises GraphError for one that no device or link could have given."""
+        if isinstance(message, m.Calibrated):
+            self._devices[name] = check_node_profile(message.profile)
+            self._wake((name, ""))
+            return
+        if message.reason:
+            log.warning("%s cannot reach %s: %s", name, message.peer, message.reason)
+        if (name, message.peer) in self._waits:
+            self._links[name, message.peer] = check_link_profile(message.profile)
+            self._wake((name, message.peer))
+
+    def forget(self, name: str) -> None:
+        """A node is gone; who waits for it waits no longer."""
+        self._devices.pop(name, None)
+        for pair in [pair for pair in self._links if name in pair]:
+            del self._links[pair]
+        for pair in [pair for pair in self._waits if name in pair]:
+            self._wake(pair)
+
+    # asked by the broker
+
+    async def measure(self, nodes: Sequence[Member], shapes: Callable[[Member, Member], m.LinkShape | None]) -> None:
+        """Measure what is not known yet: all devices at once, then links, no node in two probes at a time.
+
+        Args:
+            shapes: the emulated link from one node to another, None for a real one.
+        """
+        fresh = [node.name for node in nodes if node.name not in self._devices]
+        await asyncio.gather(*(self._ask(name, "", m.Calibrate(), CALIBRATE_S) for name in fresh))
+        probed = _to_probe(nodes)
+        for turn in _rounds(len(probed)):
+            await asyncio.gather(
+                *(self._probe_both_ways(probed[a], probed[b], shapes(probed[a], probed[b])) for a, b in turn)
+            )
+
+    def rates(self, name: str) -> DeviceRates | None:
+        """Of a node's device, or None where it could not be measured."""
+        profile = self._devices.get(name)
+        return fit_rates(profile.samples) if profile is not None else None
+
+    def device(self, name: str) -> NodeProfile | None:
+        return self._devices.get(name)
+
+    def link(self, a: Member, b: Member, nodes: Sequence[Member]) -> LinkProfile:
+        """Measured from ``a`` to ``b``, or inferred from a measured pair of ``nodes`` between the same fences."""
+        if (a.name, b.name) in self._links:
+            return self._links[a.name, b.name]
+        for c in nodes:
+            for d in nodes:
+                if (c.fence, d.fence) == (a.fence, b.fence) and (known := self._links.get((c.name, d.name))):
+                    return LinkProfile(
+                        bandwidth_bytes_per_s=known.bandwidth_bytes_per_s, rtt_s=known.rtt_s, inferred=True
+                    )
+        return NO_WAY
+
+    # inside
+
+    async def _probe_both_ways(self, a: Member, b: Member, shape: m.LinkShape | None) -> None:
+        if shape is None and (a.name, b.name) in self._links and (b.name, a.name) in self._links:
+            return
+        for sender, receiver in ((a, b), (b, a)):
+            self._links.pop((sender.name, receiver.name), None)
+            await self._send(receiver.name, _order(sender, shape, measure=False))
+            await self._ask(sender.name, receiver.name, _order(receiver, shape, measure=True), PROBE_S)
+
+    async def _ask(self, name: str, about: str, order: object, timeout_s: float) -> None:
+        answered = self._waits[name, about] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send(name, order)
+            await asyncio.wait_for(answered, timeout_s)
+        except asyncio.TimeoutError:
+            what = f"its way to {about}" if about else "its device"
+            log.warning("%s has not measured %s within %.0f s", name, what, timeout_s)
+        finally:
+            self._waits.pop((name, about), None)
+
+    def _wake(self, pair: Pair) -> None:
+        waiting = self._waits.get(pair)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+
+def _order(peer: Member, shape: m.LinkShape | None, *, measure: bool) -> m.Probe:
+    return m.Probe(peer=peer.name, address=m.Peer(peer.host, peer.port, shape), measure=measure, num_bytes=PROBE_BYTES)
+
+
+def _to_probe(nodes: Sequence[Member]) -> list[Member]:
+    """All nodes, or of many the first few of each fence."""
+    if len(nodes) <= MAX_PROBED:
+        return list(nodes)
+    by_fence: dict[str, list[Member]] = {}
+    for node in nodes:
+        by_fence.setdefault(node.fence, []).append(node)
+    return [node for fence in by_fence.values() for node in fence[:PROBED_PER_FENCE]]
+
+
+def _rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """All pairs in as few rounds as can be, in each of which nobody takes part twice (the circle method)."""
+    ring = [*range(count), -1] if count % 2 else list(range(count))
+    half = len(ring) // 2
+    for _ in range(len(ring) - 1):
+        yield [(a, b) for a, b in zip(ring[:half], reversed(ring[half:])) if -1 not in (a, b)]
+        ring = [ring[0], ring[-1], *ring[1:-1]]

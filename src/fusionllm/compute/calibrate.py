@@ -1,0 +1,93 @@
+"""Calibration: what this device really does, in about a second, one kind of operator after another.
+
+On the path: device -> **NodeProfile** -> `estimate.device.fit_rates`, in the broker. Sizes grow until a call takes long
+enough to be timed; the smallest calls show what a launch costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import torch
+from torch.nn import functional as F
+
+from fusionllm.ir.cluster import NodeProfile, OpKind, Sample
+
+#: A size is the last of its kind when a call takes this long.
+_LONG_S = 0.01
+_REPEATS = 5
+_Case = tuple[OpKind, float, float, Callable[[], object]]
+
+
+def calibrate(device: str) -> NodeProfile:
+    """Time matrix products, attention, convolution and plain movements on ``device``, float32, forward.
+
+    Numbers of a busy device are those of a busy device: nodes that share one are best measured together.
+    """
+    samples: list[Sample] = []
+    with torch.no_grad():
+        for cases in (_matmul(device), _attention(device), _convolution(device), _memory(device)):
+            for kind, flops, moved_bytes, call in cases:
+                seconds = _median_s(device, call)
+                samples.append(Sample(kind=kind, flops=flops, moved_bytes=moved_bytes, seconds=seconds))
+                if seconds > _LONG_S:
+                    break
+    return NodeProfile(device=_name(device), memory_bytes=_free_bytes(device), samples=tuple(samples))
+
+
+def _median_s(device: str, call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_REPEATS + 1):  # the first warms up and does not count
+        started = time.perf_counter()
+        call()
+        _wait(device)
+        times.append(time.perf_counter() - started)
+    return max(sorted(times[1:])[_REPEATS // 2], 1e-9)
+
+
+def _wait(device: str) -> None:
+    kind = device.partition(":")[0]
+    if kind != "cpu":
+        getattr(torch, kind).synchronize()
+
+
+def _matmul(device: str) -> Iterator[_Case]:
+    for size in (32, 128, 256, 512, 1024, 2048, 4096, 8192):
+        a, b = (torch.ones(size, size, device=device) for _ in range(2))
+        yield "matmul", 2.0 * size**3, 12.0 * size**2, lambda a=a, b=b: F.linear(a, b)  # type: ignore[misc]
+
+
+def _attention(device: str) -> Iterator[_Case]:
+    for rows in (1, 4, 16, 64, 256):
+        q = torch.ones(rows, 8, 128, 64, device=device)
+        flops = 4.0 * rows * 8 * 128 * 128 * 64
+        call = lambda q=q: F.scaled_dot_product_attention(q, q, q, is_causal=True)  # noqa: E731
+        yield "attention", flops, 4.0 * q.numel() * q.element_size(), call
+
+
+def _convolution(device: str) -> Iterator[_Case]:
+    weight = torch.ones(64, 64, 3, 3, device=device)
+    for rows in (1, 4, 16, 64):
+        x = torch.ones(rows, 64, 28, 28, device=device)
+        flops = 2.0 * x.numel() * 64 * 9
+        yield "convolution", flops, 8.0 * x.numel(), lambda x=x: F.conv2d(x, weight, padding=1)  # type: ignore[misc]
+
+
+def _memory(device: str) -> Iterator[_Case]:
+    for size in (1 << 10, 1 << 20, 1 << 22, 1 << 24, 1 << 26):
+        x = torch.ones(size, device=device)
+        yield "memory", float(size), 8.0 * size, lambda x=x: F.gelu(x)  # type: ignore[misc]
+
+
+def _name(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{device}, {torch.get_num_threads()} threads" if device == "cpu" else device
+
+
+def _free_bytes(device: str) -> float:
+    if device.startswith("cuda"):
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(psutil.virtual_memory().available)

@@ -1,0 +1,64 @@
+"""From a graph to the numbers a planner works with: a Workload, one entry per anchored operator.
+
+Pure decision. On the path: OpGraph -> `estimate` -> **Workload** -> `schedule.planner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from fusionllm.estimate.device import DeviceRates
+from fusionllm.estimate.library import DEVICES
+from fusionllm.estimate.memory import memory_of
+from fusionllm.estimate.work import graph_work
+from fusionllm.ir.cuts import list_cuts
+from fusionllm.ir.graph import OpGraph
+from fusionllm.schedule.placement import Tied, Workload
+
+
+class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step is: rows of a microbatch, microbatches, schedule, precision of activations, optimizer."""
+
+    microbatch_size: int = 1
+    num_microbatches: int = 16
+    pipeline: str = "1f1b-ahead"
+    precision: str = "bfloat16"
+    optimizer: str = "adamw"
+
+
+def build_workload(graph: OpGraph, options: StepOptions, measured: Mapping[str, DeviceRates] | None = None) -> Workload:
+    """A graph in numbers. Raises GraphError; UserError for an optimizer that is not known.
+
+    Activations are counted as captured in float32 and halved in ``bfloat16``; weights, gradients and optimizer stay.
+
+    Args:
+        measured: rates by name of device; None: those of the library's devices.
+    """
+    symbols = dict.fromkeys(graph.symbols, options.microbatch_size)
+    works = graph_work(graph, symbols)
+    part = 0.5 if options.precision == "bfloat16" else 1.0
+    cuts = list_cuts(graph, symbols)
+    users: dict[str, list[int]] = {}
+    for index, work in enumerate(works):
+        for name in work.params:
+            users.setdefault(name, []).append(index)
+    tied = tuple(
+        Tied(ops=(ops[0], ops[-1]), num_bytes=float(graph.params[name].spec.num_bytes(symbols)))
+        for name, ops in users.items()
+        if len(ops) > 1 and graph.params[name].trainable
+    )
+    rates = measured
+    if rates is None:
+        rates = {name: spec.rates(options.precision) for name, spec in DEVICES.items()}
+    return Workload(
+        cuts=tuple(msgspec.structs.replace(cut, num_bytes=int(cut.num_bytes * part)) for cut in cuts),
+        flops=tuple(work.flops for work in works),
+        state_bytes=tuple(memory_of([work], options.optimizer).state_bytes for work in works),
+        stash_bytes=tuple(work.saved_bytes * part for work in works),
+        num_microbatches=options.num_microbatches,
+        pipeline=options.pipeline,
+        tied=tied,
+        device_s={name: tuple(known.forward_s(work) for work in works) for name, known in rates.items()},
+    )
