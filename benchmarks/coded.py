@@ -7,11 +7,14 @@ convergence studies, where only the numbers matter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from fusionllm.api.config import RunConfig
+from fusionllm.api.prepare import prepare
 from fusionllm.capture.export import Captured
 from fusionllm.compress import Reference
 from fusionllm.compress.cut import Direction
@@ -135,3 +138,14 @@ class CodedPipeline:
             spec = fit_codec(self._forward if kind == "f" else self._backward, shape, dtype_name(x))
             self._ways[place] = Direction(spec, shape, dtype_name(x))
         return self._ways[place].send(x, Reference(at_sender), Reference(at_receiver))[0]
+
+
+def losses_in_one_process(config: RunConfig, boundaries: Sequence[int]) -> list[float]:
+    """Loss of every step of a run with codecs set by hand, cut at these boundaries."""
+    job, train, codecs = prepare(config, Path.cwd()), config.train, config.compression
+    pipeline = CodedPipeline(
+        job.captured, config.optimizer, train.steps, boundaries, seed=config.run.seed,
+        forward=codecs.forward, backward=codecs.backward,
+    )  # fmt: skip
+    sizes = {"global_batch": train.global_batch, "microbatch_size": train.microbatch_size}
+    return [pipeline.train_step(step, job.dataset.microbatches(step, **sizes)) for step in range(train.steps)]

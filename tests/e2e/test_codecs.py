@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.coded import CodedPipeline
+from benchmarks.coded import losses_in_one_process
 
 import fusionllm
 from fusionllm.api.config import RunConfig, build_config
-from fusionllm.api.prepare import prepare
 from fusionllm.telemetry.events import StepMetrics
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
@@ -34,18 +33,6 @@ def config_of(root: Path, **compression: object) -> RunConfig:
             "output": {"sinks": [], "plot": False},
         }
     )  # fmt: skip
-
-
-def losses_in_one_process(config: RunConfig, boundaries: list[int]) -> list[float]:
-    job = prepare(config, Path.cwd())
-    codecs = {"forward": config.compression.forward, "backward": config.compression.backward}
-    pipeline = CodedPipeline(
-        job.captured, config.optimizer, config.train.steps, boundaries, seed=config.run.seed, **codecs
-    )
-    return [
-        pipeline.train_step(step, job.dataset.microbatches(step, global_batch=6, microbatch_size=2))
-        for step in range(config.train.steps)
-    ]
 
 
 @pytest.fixture(scope="module")

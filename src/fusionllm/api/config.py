@@ -24,6 +24,7 @@ from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLink, LinkShape, parse_ticket
 from fusionllm.schedule.partition import PARTITIONERS
 from fusionllm.schedule.pipeline import check_microbatches, find_pipeline
+from fusionllm.schedule.ratios import check_rule
 from fusionllm.store.dataset import DataConfig
 from fusionllm.telemetry.sinks import SINKS
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s
@@ -89,12 +90,18 @@ class CompressionTable(_Table, frozen=True, kw_only=True):
     Attributes:
         forward: codec of activations. backward: of their gradients.
         links: ``slow``: between fences; ``all``.
+        rule: choose the codec of each link instead, from what was measured: ``deadline`` (just enough that no link is
+            waited for), ``adatopk-paper`` or ``uniform-topk`` (with ``ratio``).
+        floor: the most lossy codec that ``deadline`` may choose.
         dense_last: share of the last steps that travel dense, so that the model is good without the codecs.
     """
 
     forward: str = "identity"
     backward: str = "identity"
     links: Literal["slow", "all"] = "slow"
+    rule: str = ""
+    ratio: float = 100.0
+    floor: str = "hadamard"
     dense_last: float = 0.0
 
 
@@ -110,7 +117,9 @@ class ClusterTable(_Table, frozen=True, kw_only=True):
 
     Attributes:
         broker: a join ticket; empty: a broker and ``nodes`` node processes on this machine.
-        nodes: one stage each.
+        nodes: one stage each; with ``dp`` that many at least are waited for.
+        partition: ``equal-compute``, ``equal-number``, the paper's ``op-fence``, or ``dp``: devices and links are
+            measured, and the best of all idle nodes get the stages that suit them.
         fences: sizes of the groups of local nodes, e.g. ``[2, 2]``; empty: one fence.
         slow_link: what stands between the fences (emulated).
         threads: of compute per node, 0: the machine's cores shared out among local nodes.
@@ -153,11 +162,6 @@ class RunConfig(_Table, frozen=True, kw_only=True):
     @property
     def num_microbatches(self) -> int:
         return -(-self.train.global_batch // self.train.microbatch_size)
-
-    @property
-    def compresses(self) -> bool:
-        """Whether some link of the run may send something else than dense tensors."""
-        return {self.compression.forward, self.compression.backward} != {str(IDENTITY)}
 
     def fence_names(self) -> list[str]:
         """Fence of each local node."""
@@ -312,7 +316,7 @@ def _check_values(config: RunConfig) -> None:
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     for name, word, known in (
-        ("cluster.partition", cluster.partition, tuple(PARTITIONERS)),
+        ("cluster.partition", cluster.partition, (*PARTITIONERS, "op-fence", "dp")),
         ("train.precision", train.precision, ("float32", "bfloat16")),
         ("train.tied", train.tied, ("step", "microbatch")),
         *(("output.sinks", sink, tuple(SINKS)) for sink in config.output.sinks),
@@ -343,6 +347,12 @@ def _check_values(config: RunConfig) -> None:
 def _check_compression(table: CompressionTable) -> None:
     if not 0 <= table.dense_last <= 1:
         raise UserError(f"compression.dense_last is {table.dense_last}; it is a share of the steps, from 0 to 1")
+    if table.rule:
+        check_rule(table.rule, table.ratio, table.floor)
+        if {table.forward, table.backward} != {str(IDENTITY)}:
+            raise UserError(
+                f"compression.rule is {table.rule!r} and a codec is set for forward or backward; choose one of them"
+            )
     for name, text in (("forward", table.forward), ("backward", table.backward)):
         try:
             spec = parse_codec(text)

@@ -79,6 +79,15 @@ def check_files(config: RunConfig, base_dir: Path) -> None:
         open_tokenizer(data.tokenizer, base_dir)
 
 
+def describe_plan(planned: m.Planned) -> list[str]:
+    """What measuring came to, in lines: the predicted step beside other plans', and what travels coded."""
+    if not planned.predicted_step_s:
+        return []
+    others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in planned.others.items())
+    links = [f"{link}: {codecs.forward}, back {codecs.backward}" for link, codecs in planned.codecs.items()]
+    return [f"predicted {planned.predicted_step_s:.3g} s a step (by other plans: {others})", *links]
+
+
 class Run:
     """One call of `train`."""
 
@@ -89,6 +98,7 @@ class Run:
         self._started = time.perf_counter()
         self._history: list[Event] = []
         self._interrupt, self._told_stopping = Interrupt(), False
+        self._predicted_step_s = 0.0
 
     def run(self) -> TrainResult:
         config = self._config
@@ -179,6 +189,9 @@ class Run:
                 forward=config.compression.forward,
                 backward=config.compression.backward,
                 links=config.compression.links,
+                rule=config.compression.rule,
+                ratio=config.compression.ratio,
+                floor=config.compression.floor,
             ),
             fence_links=config.fence_links(),
             owner_fence=config.fence_names()[0] if not config.cluster.broker else "",
@@ -190,6 +203,9 @@ class Run:
 
         planned = link.submit(encode_graph(job.captured.graph), options, config.cluster.join_timeout_s, waiting)
         self._progress(planned.plan)
+        for text in describe_plan(planned):
+            self._progress(Note(step=0, kind="plan", text=text))
+        self._predicted_step_s = planned.predicted_step_s
         return Trainer(config, job.dataset, link, planned, self._stop_wanted), planned.plan
 
     def _stop_wanted(self) -> bool:
@@ -275,6 +291,8 @@ class Run:
             "nodes": [stage.node for stage in plan.stages],
             "pipeline": plan.pipeline,
         }
+        if self._predicted_step_s:
+            extra["predicted_step_s"] = self._predicted_step_s
         if output.sample_prompt and not stopped:
             from fusionllm.api.sample import continue_text
 

@@ -148,7 +148,7 @@ class Trainer:
         if not batches:
             return None
         loss, tokens = self._mean_loss(step, batches, dense=True)
-        coded_loss = self._mean_loss(step, batches, dense=False)[0] if self._config.compresses else None
+        coded_loss = self._mean_loss(step, batches, dense=False)[0] if self._planned.codecs else None
         seconds = time.perf_counter() - started
         return ValMetrics(step=step, loss=loss, coded_loss=coded_loss, tokens=tokens, seconds=seconds)
 

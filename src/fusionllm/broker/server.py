@@ -13,7 +13,8 @@ import time
 
 import msgspec
 
-from fusionllm.broker.planning import PlannedJob, check_options, plan_job
+from fusionllm.broker.planning import PlannedJob, check_options, emulated_link, needs_survey, plan_job
+from fusionllm.broker.survey import Survey
 from fusionllm.errors import AdmissionError, FusionError, LinkError, ProtocolError
 from fusionllm.ir.graph import decode_graph
 from fusionllm.protocol import messages as m
@@ -48,6 +49,8 @@ class Broker:
         self._jobs: dict[str, _Job] = {}
         self._waiting: dict[str, m.Submit] = {}
         self._next_job = 0
+        self._survey = Survey(self._send)
+        self._beginning: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> m.Ticket:
@@ -60,8 +63,9 @@ class Broker:
         return m.Ticket(self._advertise or self._host, port, fingerprint(identity.cert_pem), self._token)
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in (self._watch, *self._beginning):
+            if task is not None:
+                task.cancel()
         self._server.close()
         await self._server.wait_closed()
 
@@ -131,6 +135,7 @@ class Broker:
         member = self._membership.leave(name)
         self._channels.pop(name, None)
         self._waiting.pop(name, None)
+        self._survey.forget(name)
         log.info("%s is gone: %s", name, reason)
         if member is not None and member.job in self._jobs:
             job = self._jobs[member.job]
@@ -150,6 +155,8 @@ class Broker:
         elif isinstance(message, m.EndJob):
             if (job := self._jobs.get(message.job)) is not None and job.owner == name:
                 await self._end(job, message.reason)
+        elif isinstance(message, (m.Calibrated, m.Probed)):
+            self._survey.handle(name, message)
         elif isinstance(message, (m.StageReady, m.StageDone, m.StageFailed)):
             job = self._jobs.get(message.job)
             if job is not None:
@@ -176,35 +183,54 @@ class Broker:
                 await self._send(owner, m.Waiting(needed=submit.options.num_stages, idle=idle))
                 continue
             if self._waiting.pop(owner, None) is submit:  # else another newcomer's news began it meanwhile
-                await self._begin(owner, submit)
+                task = asyncio.ensure_future(self._begin(owner, submit))  # it may have to measure, which takes a while
+                self._beginning.add(task)
+                task.add_done_callback(self._begun)
+
+    def _begun(self, task: asyncio.Task[None]) -> None:
+        self._beginning.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a job could not be begun", exc_info=error)
 
     async def _begin(self, owner: str, submit: m.Submit) -> None:
         self._next_job += 1
-        name = f"job{self._next_job}"
+        name, options = f"job{self._next_job}", submit.options
         try:
-            check_options(submit.options)
-            nodes = self._membership.lease(owner, name, submit.options.num_stages) or []
-            member = self._membership.members[owner]
-            # a large graph takes a while to cut; the loop goes on meanwhile
-            planned: PlannedJob = await asyncio.get_running_loop().run_in_executor(
-                None, lambda: plan_job(name, decode_graph(submit.graph), submit.options, nodes, member)
-            )
+            check_options(options)
+            every = options.partition == "dp"
+            nodes = self._membership.lease(owner, name, options.num_stages, every=every) or []
+            planned = await self._plan(name, owner, submit, nodes)
         except FusionError as error:
             self._membership.release(name)
             await self._send(owner, m.JobFailed(job=name, reason=str(error)))
+            await self._try_waiting()
             return
-        if not self._membership.holds(name, [owner, *(node.name for node in nodes)]):  # someone left meanwhile
+        stage_nodes = tuple(planned.assignments)
+        if not self._membership.holds(name, [owner, *stage_nodes]):  # someone left meanwhile
             self._membership.release(name)
             if owner in self._channels:
                 self._waiting[owner] = submit
             await self._try_waiting()
             return
-        stage_nodes = tuple(node.name for node in nodes)
-        self._jobs[name] = _Job(name, owner, JobMachine(stage_nodes), submit.options.stall_s)
+        self._membership.spare(name, {node.name for node in nodes} - set(stage_nodes))
+        self._jobs[name] = _Job(name, owner, JobMachine(stage_nodes), options.stall_s)
         log.info("%s of %s on %s", name, owner, ", ".join(stage_nodes))
         await self._send(owner, planned.owner)
         for node, assign in planned.assignments.items():
             await self._send(node, assign)
+        await self._try_waiting()
+
+    async def _plan(self, name: str, owner: str, submit: m.Submit, nodes: list[Member]) -> PlannedJob:
+        options, member, surveyed = submit.options, self._membership.members[owner], None
+        graph = decode_graph(submit.graph)
+        if needs_survey(options):
+            await self._survey.measure(nodes, lambda a, b: emulated_link(options, a.fence, b.fence))
+            here = [node for node in nodes if node.name in self._membership.members]
+            nodes, surveyed = here, self._survey.view(here)
+        # a large graph takes a while to plan and cut; the loop goes on meanwhile
+        return await asyncio.get_running_loop().run_in_executor(
+            None, lambda: plan_job(name, graph, options, nodes, member, surveyed)
+        )
 
     async def _perform(self, job: _Job, commands: list[JobCommand]) -> None:
         job.last_progress_s = time.monotonic()

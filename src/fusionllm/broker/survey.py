@@ -11,10 +11,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from fusionllm.estimate.device import DeviceRates, fit_rates
+from fusionllm.broker.planning import Surveyed
+from fusionllm.errors import GraphError, PlanError, RemoteProtocolError
+from fusionllm.estimate.device import fit_rates
 from fusionllm.ir.cluster import NO_WAY, LinkProfile, NodeProfile, check_link_profile, check_node_profile
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.membership import Member
+from fusionllm.schedule.placement import Cluster, NodeModel
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +48,18 @@ class Survey:
     # told by the broker
 
     def handle(self, name: str, message: m.Calibrated | m.Probed) -> None:
-        """Take an answer. Raises GraphError for one that no device or link could have given."""
-        if isinstance(message, m.Calibrated):
-            self._devices[name] = check_node_profile(message.profile)
-            self._wake((name, ""))
-            return
-        if message.reason:
-            log.warning("%s cannot reach %s: %s", name, message.peer, message.reason)
-        if (name, message.peer) in self._waits:
-            self._links[name, message.peer] = check_link_profile(message.profile)
-            self._wake((name, message.peer))
+        """Take an answer. Raises RemoteProtocolError for one that no device or link could have given."""
+        try:
+            if isinstance(message, m.Calibrated):
+                self._devices[name] = check_node_profile(message.profile)
+                self._wake((name, ""))
+            elif (name, message.peer) in self._waits:
+                self._links[name, message.peer] = check_link_profile(message.profile)
+                self._wake((name, message.peer))
+                if message.reason:
+                    log.warning("%s cannot reach %s: %s", name, message.peer, message.reason)
+        except GraphError as error:
+            raise RemoteProtocolError(f"{name} reported a {error}") from None
 
     def forget(self, name: str) -> None:
         """A node is gone; who waits for it waits no longer."""
@@ -80,13 +85,27 @@ class Survey:
                 *(self._probe_both_ways(probed[a], probed[b], shapes(probed[a], probed[b])) for a, b in turn)
             )
 
-    def rates(self, name: str) -> DeviceRates | None:
-        """Of a node's device, or None where it could not be measured."""
-        profile = self._devices.get(name)
-        return fit_rates(profile.samples) if profile is not None else None
-
-    def device(self, name: str) -> NodeProfile | None:
-        return self._devices.get(name)
+    def view(self, nodes: Sequence[Member]) -> Surveyed:
+        """These nodes in numbers. Raises PlanError naming one that could not be measured."""
+        models, rates = [], {}
+        for node in nodes:
+            profile = self._devices.get(node.name)
+            if profile is None:
+                raise PlanError(f"{node.name} has not measured its device; look into its log, or let it join again")
+            rates[node.name] = fit_rates(profile.samples)
+            models.append(
+                NodeModel(
+                    name=node.name, flops_per_s=rates[node.name].matmul, memory_bytes=profile.memory_bytes,
+                    site=node.fence or "-", device=node.name,
+                )
+            )  # fmt: skip
+        links = [[self.link(a, b, nodes) if a != b else NO_WAY for b in nodes] for a in nodes]
+        cluster = Cluster(
+            nodes=tuple(models),
+            bandwidth_bytes_per_s=tuple(tuple(link.bandwidth_bytes_per_s for link in row) for row in links),
+            latency_s=tuple(tuple(link.rtt_s / 2 for link in row) for row in links),
+        )
+        return Surveyed(cluster, rates)
 
     def link(self, a: Member, b: Member, nodes: Sequence[Member]) -> LinkProfile:
         """Measured from ``a`` to ``b``, or inferred from a measured pair of ``nodes`` between the same fences."""

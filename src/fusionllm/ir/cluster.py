@@ -57,9 +57,9 @@ NO_WAY = LinkProfile(bandwidth_bytes_per_s=0.0, rtt_s=0.0)
 def check_node_profile(profile: NodeProfile) -> NodeProfile:
     """Refuse what no device could have measured. Raises GraphError with the value."""
     if not 0 < profile.memory_bytes < inf:
-        raise GraphError(f"a device with {profile.memory_bytes} bytes of memory")
+        raise GraphError(f"device with {profile.memory_bytes} bytes of memory")
     if not 1 <= len(profile.samples) <= MAX_SAMPLES:
-        raise GraphError(f"{len(profile.samples)} samples of a device; expected 1 to {MAX_SAMPLES}")
+        raise GraphError(f"device of {len(profile.samples)} samples; expected 1 to {MAX_SAMPLES}")
     for sample in profile.samples:
         numbers = (sample.flops, sample.moved_bytes, sample.seconds)
         if not all(isfinite(x) and x >= 0 for x in numbers) or sample.seconds <= 0:

@@ -71,20 +71,26 @@ class Membership:
         """Nodes that could take a stage, in the order they came."""
         return [m for m in self.members.values() if m.role == "node" and m.port and not m.job]
 
-    def lease(self, owner: str, job: str, num_nodes: int) -> list[Member] | None:
+    def lease(self, owner: str, job: str, num_nodes: int, *, every: bool = False) -> list[Member] | None:
         """Take ``num_nodes`` idle nodes for a job, those of one fence side by side; None when too few are idle.
 
-        Nodes in the owner's fence come first, then the other fences by name, so neighbouring stages share a fence.
+        With ``every`` all that are idle, for a planner to choose from. Nodes in the owner's fence come first, then the
+        other fences by name, so neighbouring stages share a fence.
         """
         idle = self.idle_nodes()
         if len(idle) < num_nodes:
             return None
         home = self.members[owner].fence
-        chosen = sorted(idle, key=lambda m: (m.fence != home, m.fence, m.name))[:num_nodes]
+        chosen = sorted(idle, key=lambda m: (m.fence != home, m.fence, m.name))[: None if every else num_nodes]
         leased = [msgspec.structs.replace(m, job=job) for m in chosen]
         self.members.update({m.name: m for m in leased})
         self.members[owner] = msgspec.structs.replace(self.members[owner], job=job)
         return leased
+
+    def spare(self, job: str, names: Iterable[str]) -> None:
+        """The job does without these nodes; they are idle again."""
+        spared = [self.members[n] for n in names if n in self.members and self.members[n].job == job]
+        self.members.update({member.name: msgspec.structs.replace(member, job="") for member in spared})
 
     def holds(self, job: str, names: Iterable[str]) -> bool:
         """Whether all of these machines are still here and lent to this job."""

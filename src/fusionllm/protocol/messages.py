@@ -78,11 +78,15 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         forward: of activations. backward: of their gradients.
         links: ``slow`` for those between fences, ``all``.
+        rule: instead of these codecs, one of `schedule.ratios`, with its ``ratio`` and ``floor``.
     """
 
     forward: str = "identity"
     backward: str = "identity"
     links: Literal["slow", "all"] = "slow"
+    rule: str = ""
+    ratio: float = 100.0
+    floor: str = "hadamard"
 
 
 class LinkCodecs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -240,13 +244,21 @@ class Assign(_Message, frozen=True, kw_only=True):
 
 
 class Planned(_Message, frozen=True, kw_only=True):
-    """The owner's share of a plan: who runs what, and which inputs and tensors each stage wants."""
+    """The owner's share of a plan: who runs what, and which inputs and tensors each stage wants.
+
+    Attributes:
+        codecs: links that do not send everything dense, ``"a->b"`` by node.
+        predicted_step_s: of a planned job, with what other ways would have taken; 0 where nothing was measured.
+    """
 
     job: str
     plan: Plan
     inputs: tuple[tuple[str, ...], ...]
     tensors: tuple[tuple[str, ...], ...]
     peers: dict[str, Peer]
+    codecs: dict[str, LinkCodecs] = {}
+    predicted_step_s: float = 0.0
+    others: dict[str, float] = {}
 
 
 class Start(_Message, frozen=True, kw_only=True):

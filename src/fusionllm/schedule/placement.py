@@ -77,6 +77,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         flops: forward. state_bytes: weights, gradients and optimizer. stash_bytes: kept for backward per microbatch.
         device_s: forward seconds of each operator by kind of device, for kinds that are known better than by one rate.
+        wire_dtype: of what crosses cuts. widths: elements of a row of it, per cut; codecs work on rows.
     """
 
     cuts: tuple[Cut, ...]
@@ -87,6 +88,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pipeline: str = "1f1b"
     tied: tuple[Tied, ...] = ()
     device_s: dict[str, tuple[float, ...]] = {}
+    wire_dtype: str = "bfloat16"
+    widths: tuple[int, ...] = ()
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

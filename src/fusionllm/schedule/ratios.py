@@ -96,3 +96,13 @@ def choose_codecs(rule: str, loads: Sequence[LinkLoad], number: float) -> list[C
     if rule not in RATIO_RULES:
         raise UserError(f"unknown ratio rule {rule!r}; known: {', '.join(RATIO_RULES)}")
     return RATIO_RULES[rule](loads, number)
+
+
+def check_rule(name: str, ratio: float, floor: str) -> None:
+    """Raises UserError for a rule, ratio or floor that is not one."""
+    if name not in RATIO_RULES:
+        raise UserError(f"unknown ratio rule {name!r}; known: {', '.join(RATIO_RULES)}")
+    if not 1 <= ratio < float("inf"):
+        raise UserError(f"ratio is {ratio}; it must be at least 1 and finite")
+    if floor not in map(str, LADDER):
+        raise UserError(f"floor is {floor!r}; it must be a codec of the ladder: {', '.join(map(str, LADDER))}")

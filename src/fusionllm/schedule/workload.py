@@ -6,6 +6,7 @@ Pure decision. On the path: OpGraph -> `estimate` -> **Workload** -> `schedule.p
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import msgspec
 
@@ -13,8 +14,9 @@ from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.library import DEVICES
 from fusionllm.estimate.memory import memory_of
 from fusionllm.estimate.work import graph_work
-from fusionllm.ir.cuts import list_cuts
+from fusionllm.ir.cuts import Cut, list_cuts
 from fusionllm.ir.graph import OpGraph
+from fusionllm.ir.tensor import TensorSpec
 from fusionllm.schedule.placement import Tied, Workload
 
 
@@ -39,7 +41,7 @@ def build_workload(graph: OpGraph, options: StepOptions, measured: Mapping[str, 
     symbols = dict.fromkeys(graph.symbols, options.microbatch_size)
     works = graph_work(graph, symbols)
     part = 0.5 if options.precision == "bfloat16" else 1.0
-    cuts = list_cuts(graph, symbols)
+    cuts, specs = list_cuts(graph, symbols), graph.specs()
     users: dict[str, list[int]] = {}
     for index, work in enumerate(works):
         for name in work.params:
@@ -61,4 +63,12 @@ def build_workload(graph: OpGraph, options: StepOptions, measured: Mapping[str, 
         pipeline=options.pipeline,
         tied=tied,
         device_s={name: tuple(known.forward_s(work) for work in works) for name, known in rates.items()},
+        wire_dtype=options.precision,
+        widths=tuple(_row_width(specs, cut, symbols) for cut in cuts),
     )
+
+
+def _row_width(specs: Mapping[str, TensorSpec], cut: Cut, symbols: dict[str, int]) -> int:
+    """Elements along the last axis of the largest value that crosses."""
+    shapes = [specs[value].concrete(symbols) for value in cut.values]
+    return max(1, max(shapes, key=prod, default=(1,))[-1]) if any(shapes) else 1
