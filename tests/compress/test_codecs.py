@@ -42,12 +42,15 @@ def test_cast_saturates_finite_values_and_keeps_infinity() -> None:
 
 
 @pytest.mark.parametrize("inner", ["hadamard:bits=2", "topk:ratio=10,scope=row", "int4"])
-def test_tangent_makes_the_radial_part_exact(inner: str) -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_tangent_makes_the_radial_part_exact(inner: str, bits: int) -> None:
     gradient, activation = normal(0), normal(1)
     plain = through(inner, gradient)
-    fixed = through(f"tangent({inner})", gradient, Reference(activation))
+    fixed = through(f"tangent:bits={bits}({inner})", gradient, Reference(activation))
     want = (gradient * activation).sum(1)
-    assert ((fixed * activation).sum(1) - want).abs().max() < 2e-3 * want.abs().max()
+    # Eight bits: half an eighth of an octave.
+    error = 2e-3 * want.abs().max() if bits == 16 else 0.045 * want.abs() + 1e-4 * want.abs().max()
+    assert bool((((fixed * activation).sum(1) - want).abs() <= error).all())
     assert ((plain * activation).sum(1) - want).abs().max() > 2e-2 * want.abs().max()
 
 
@@ -194,6 +197,40 @@ def test_klt_refuses_a_basis_it_does_not_hold() -> None:
             compress.decode(payload, spec, shape, "float32", reference=Reference(memory=memory))
     with pytest.raises(UserError, match="ef cannot wrap"):
         compress.init(parse_codec("ef(klt)"), shape, "float32")
+
+
+def spiky(seed: int, *shape: int) -> torch.Tensor:
+    """Normal values, most of them small and a tenth large, as coefficients of trained models are."""
+    large = torch.rand(shape, generator=torch.Generator().manual_seed(seed + 1000)) < 0.1
+    return normal(seed, *shape) * torch.where(large, 5.0, 0.3)
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.0, 3.0])
+def test_the_entropy_coder_keeps_its_rate_and_has_less_error(rate: float) -> None:
+    shape, sizes, errors = (512, 64), [], {}
+    mixing = torch.linalg.qr(normal(7, 64, 64)).Q * torch.logspace(0, -2, 64)[:, None]
+    for name in ("klt", "klt-ec"):
+        spec = parse_codec(f"{name}:rate={rate},refresh=1000")
+        state, memory = compress.init(spec, shape, "float32"), {}
+        for seed in range(13):
+            x = spiky(seed, 512, 64) @ mixing
+            payload, state = compress.encode(x, state)
+            memory = compress.remember(payload, spec, shape, "float32", memory)
+            y = compress.decode(payload, spec, shape, "float32", reference=Reference(memory=memory))
+        sizes.append(8 * compress.payload_num_bytes(payload) / x.numel())
+        errors[name] = ((x - y).norm() / x.norm()).square().item()
+    # klt counts its scales besides its rate, klt-ec within it, but for classes and heads of a small tensor.
+    assert rate * 0.9 < sizes[1] < rate + 0.06 and sizes[1] < sizes[0]
+    assert errors["klt-ec"] < 0.6 * errors["klt"]
+
+
+def test_the_entropy_coder_keeps_rows_of_any_size_and_those_of_zeros() -> None:
+    x = normal(0, 64, 32) * torch.logspace(-6, 6, 64)[:, None]
+    x[5] = 0
+    y = through("klt-ec:rate=4", x)
+    assert bool((y[5] == 0).all())
+    large = x.norm(dim=1) > x.norm(dim=1).max() * 2.0**-30
+    assert ((x - y).norm(dim=1) / x.norm(dim=1))[large & (x.norm(dim=1) > 0)].max() < 0.5
 
 
 @pytest.mark.parametrize("lossy", ["hadamard:bits=2", "topk:ratio=10,scope=row"])

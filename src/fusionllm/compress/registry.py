@@ -23,6 +23,7 @@ from fusionllm.compress.codec import (
 from fusionllm.compress.dense import CAST_CODEC, IDENTITY_CODEC
 from fusionllm.compress.feedback import error_feedback
 from fusionllm.compress.klt import KLT_CODEC
+from fusionllm.compress.klt_ec import KLT_EC_CODEC
 from fusionllm.compress.lossless import zstandard_over
 from fusionllm.compress.lowrank import POWERSGD_CODEC
 from fusionllm.compress.quantise import FP8_CODEC, INT4_CODEC, INT8_CODEC
@@ -47,6 +48,7 @@ CODECS: dict[str, Codec] = {
     "randomk": RANDOMK_CODEC,
     "powersgd": POWERSGD_CODEC,
     "klt": KLT_CODEC,
+    "klt-ec": KLT_EC_CODEC,
 }
 
 #: Codecs made of another one: name -> function from the inner codec to the whole.

@@ -194,7 +194,7 @@ def _powersgd(value: Values, shape: Shape, dtype: str) -> int:
 
 
 def _tangent(value: Values, shape: Shape, dtype: str) -> int:
-    return 4 + 2 * rows_and_width(shape)[0]
+    return 4 + int(value("bits")) // 8 * rows_and_width(shape)[0]
 
 
 def klt_bits_per_row(rate: float, width: int) -> int:
@@ -218,6 +218,42 @@ def _klt(value: Values, shape: Shape, dtype: str) -> int:
 def _klt_expected(value: Values, shape: Shape) -> float:
     message, basis = _klt_parts(value, shape)
     return message + basis / int(value("refresh"))
+
+
+#: Version, whether a basis follows, directions, step, two offsets, scale.
+KLT_EC_HEAD_NUM_BYTES = 23
+#: The most that heads of streams take: two classes of up to 12 and 7 streams, 16 bytes each.
+_KLT_EC_STREAMS_NUM_BYTES = 19 * 16
+
+
+def klt_ec_budget_bits(value: Values, shape: Shape) -> float:
+    """Bits for the coefficients of a message: its rate without head, scales, and some for the coder's imperfection."""
+    rows, width = rows_and_width(shape)
+    bits = float(value("rate")) * rows * width - 8 * (KLT_EC_HEAD_NUM_BYTES + rows)
+    return max(0.0, 0.955 * bits)
+
+
+def klt_ec_message_num_bytes(value: Values, shape: Shape) -> int:
+    """Most bytes of a message without its basis."""
+    rows, width = rows_and_width(shape)
+    if rows * width == 0:
+        return 0
+    least = KLT_EC_HEAD_NUM_BYTES + rows + 2 + width + _KLT_EC_STREAMS_NUM_BYTES
+    return least + math.ceil(float(value("rate")) * rows * width / 8)
+
+
+def _klt_ec(value: Values, shape: Shape, dtype: str) -> int:
+    width = rows_and_width(shape)[1]
+    message = klt_ec_message_num_bytes(value, shape)
+    return message + (width * (width + SCALE_NUM_BYTES) if message else 0)
+
+
+def _klt_ec_expected(value: Values, shape: Shape) -> float:
+    """The rate, and the basis spread over its refresh; at a low rate few directions are in use."""
+    rows, width = rows_and_width(shape)
+    rate = float(value("rate"))
+    basis = width * width * min(1.0, rate)
+    return rate * rows * width / 8 + basis / int(value("refresh"))
 
 
 _RATIO = Parameter(10.0, 1, 1e9)
@@ -260,13 +296,26 @@ FORMATS: dict[str, Format] = {
         lossless=True,
         exact_size=False,
     ),
-    "tangent": Format(14, _tangent, {"centre": Parameter(0, choices=(0, 1))}, wraps=True, needs_reference=True),
+    "tangent": Format(
+        14,
+        _tangent,
+        {"centre": Parameter(0, choices=(0, 1)), "bits": Parameter(16, choices=(16, 8))},
+        wraps=True,
+        needs_reference=True,
+    ),
     "klt": Format(
         15,
         _klt,
         {"rate": Parameter(1.0, 0.01, 8), "refresh": Parameter(20, 1, 1 << 20)},
         exact_size=False,
         expected=_klt_expected,
+    ),
+    "klt-ec": Format(
+        16,
+        _klt_ec,
+        {"rate": Parameter(1.0, 0.01, 8), "refresh": Parameter(100, 1, 1 << 20)},
+        exact_size=False,
+        expected=_klt_ec_expected,
     ),
 }
 

@@ -1,0 +1,157 @@
+"""Rows of flags as bytes, near their entropy: the entropy coder of ``klt-ec``. Numpy only, no loop over elements.
+
+Flags that are set with about the same probability are coded together, as the Rice-coded gaps between the rarer kind
+(``positions.py``): within a few percent of the entropy of independent flags. Integers become three such rows: whether
+each is zero, its sign, and its magnitude in unary, which is optimal for the geometric tail that quantised
+coefficients have. Everything read is hostile: what is allocated is in proportion to the bytes that came and the
+integers that are due.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionllm.compress.positions import Positions, decode_positions, encode_positions
+from fusionllm.errors import RemoteProtocolError
+
+Integers = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.float64]
+Classes = npt.NDArray[np.uint8]
+#: Edges between classes of probability, of a nonzero and of a magnitude going on. A class costs some bytes in each
+#: message, and flags of different probability in one class cost bits: these lose under 2 % of either.
+NONZERO_EDGES = np.array([0.006, 0.015, 0.03, 0.06, 0.11, 0.18, 0.28, 0.4, 0.6, 0.75, 0.88])
+LONGER_EDGES = np.array([0.1, 0.25, 0.42, 0.6, 0.78, 0.9])
+#: Magnitudes above are the sender's to clip.
+MAX_MAGNITUDE = 1 << 10
+_MAX_NUMBER_BYTES = 6
+
+
+class Reader:
+    """Takes numbers and bytes off a buffer from outside. Raises RemoteProtocolError at its end."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, num_bytes: int) -> memoryview:
+        part = self._data[self._at : self._at + num_bytes]
+        if part.nbytes != num_bytes:
+            raise RemoteProtocolError(f"a part of {num_bytes} bytes begins {part.nbytes} bytes before the end")
+        self._at += num_bytes
+        return part
+
+    def number(self, limit: int) -> int:
+        """A number in 0 .. limit."""
+        number = 0
+        for place in range(_MAX_NUMBER_BYTES):
+            byte = self.take(1)[0]
+            number |= (byte & 0x7F) << (7 * place)
+            if byte < 0x80:
+                break
+        else:
+            raise RemoteProtocolError(f"a number goes on after {_MAX_NUMBER_BYTES} bytes")
+        if number > limit:
+            raise RemoteProtocolError(f"a number is {number} where at most {limit} can be")
+        return number
+
+    def end(self) -> None:
+        if self._at != self._data.nbytes:
+            raise RemoteProtocolError(f"{self._data.nbytes - self._at} bytes follow the end of the payload")
+
+
+def write_number(number: int) -> bytes:
+    """Seven bits a byte, the lowest first."""
+    out = bytearray()
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*out, number))
+
+
+def _complement(positions: Positions, total: int) -> Positions:
+    mask = np.ones(total, bool)
+    mask[positions] = False
+    return np.flatnonzero(mask)
+
+
+def _write_flags(positions: Positions, total: int) -> bytes:
+    """``total`` flags by the positions of the set ones."""
+    swap = 2 * positions.size > total
+    rare = _complement(positions, total) if swap else positions
+    mode, low_bits, data = encode_positions(rare, total, "auto")
+    return bytes((mode | swap << 7, low_bits)) + write_number(rare.size) + write_number(len(data)) + data
+
+
+def _read_flags(reader: Reader, total: int) -> Positions:
+    """The inverse of ``_write_flags``; allocates ``total`` bytes at most."""
+    head = reader.take(2)
+    count, num_bytes = reader.number(total), reader.number(8 * total + 8)
+    rare = decode_positions(head[0] & 0x7F, head[1], reader.take(num_bytes), count, total)
+    return _complement(rare, total) if head[0] & 0x80 else rare
+
+
+def _write_magnitudes(magnitudes: Integers) -> bytes:
+    """Numbers from 1 on, in unary: the positions of the ends."""
+    ends = np.cumsum(magnitudes) - 1
+    total = int(ends[-1]) + 1 if ends.size else 0
+    return write_number(total) + _write_flags(ends, total)
+
+
+def _read_magnitudes(reader: Reader, count: int) -> Integers:
+    total = reader.number(count * MAX_MAGNITUDE)
+    head = reader.take(2)
+    if head[0] & 0x80:  # only where ends are the larger part is their complement written
+        if total > 2 * count:
+            raise RemoteProtocolError(f"{count} magnitudes of {total} in all are written the long way round")
+        others, num_bytes = reader.number(total), reader.number(8 * total + 8)
+        rare = decode_positions(head[0] & 0x7F, head[1], reader.take(num_bytes), others, total)
+        ends = _complement(rare, total)
+    else:
+        same, num_bytes = reader.number(count), reader.number(8 * total + 8)
+        ends = decode_positions(head[0], head[1], reader.take(num_bytes), same, total)
+    if ends.size != count or (count and ends[-1] != total - 1):
+        raise RemoteProtocolError(f"{ends.size} magnitudes came where {count} were due, or they do not end at {total}")
+    return np.diff(ends, prepend=-1)
+
+
+def classes_of(
+    nonzeros: npt.NDArray[np.float64], sums: npt.NDArray[np.float64], num_rows: int
+) -> npt.NDArray[np.uint8]:
+    """Of each column, by its count of nonzeros and its sum of magnitudes: one byte that names both its classes."""
+    longer = np.where(sums > 0, 1 - nonzeros / np.maximum(sums, 1), 0)
+    low = np.searchsorted(NONZERO_EDGES, nonzeros / num_rows)
+    return (low | np.searchsorted(LONGER_EDGES, longer) << 4).astype(np.uint8)
+
+
+def write_integers(codes: Integers, classes: Classes) -> bytes:
+    """Codes [rows, columns] of magnitude up to ``MAX_MAGNITUDE`` and the class of each column -> bytes."""
+    parts = []
+    for kind in np.unique(classes & 15):
+        flat = codes[:, classes & 15 == kind].reshape(-1)
+        parts.append(_write_flags(np.flatnonzero(flat), flat.size))
+    for kind in np.unique(classes >> 4):
+        flat = codes[:, classes >> 4 == kind].reshape(-1)
+        parts.append(_write_magnitudes(np.abs(flat[flat != 0])))
+    flat = codes.reshape(-1)
+    parts.append(np.packbits(flat[flat != 0] < 0).tobytes())
+    return b"".join(parts)
+
+
+def read_integers(reader: Reader, num_rows: int, classes: Classes) -> Integers:
+    """The inverse of ``write_integers``. Raises RemoteProtocolError."""
+    codes = np.zeros((num_rows, classes.size), np.int64)
+    for kind in np.unique(classes & 15):
+        columns = np.flatnonzero(classes & 15 == kind)
+        block = np.zeros(num_rows * columns.size, np.int64)
+        block[_read_flags(reader, block.size)] = 1
+        codes[:, columns] = block.reshape(num_rows, columns.size)
+    for kind in np.unique(classes >> 4):
+        columns = np.flatnonzero(classes >> 4 == kind)
+        block = codes[:, columns].reshape(-1)
+        block[block != 0] = _read_magnitudes(reader, int(np.count_nonzero(block)))
+        codes[:, columns] = block.reshape(num_rows, columns.size)
+    flat = codes.reshape(-1)
+    there = np.flatnonzero(flat)
+    signs = np.frombuffer(reader.take(-(-there.size // 8)), np.uint8)
+    flat[there] *= 1 - 2 * np.unpackbits(signs, count=there.size).astype(np.int64)
+    return flat.reshape(codes.shape)
