@@ -158,6 +158,34 @@ def test_a_message_with_infinity_can_travel_dense() -> None:
     assert torch.equal(compress.decode(payload, used, SHAPE, "float32"), bad)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "topk:ratio=1e9", "topk-paper:ratio=1e9", "topk:ratio=1e9,scope=row", "randomk:ratio=1e9", "topk:ratio=1",
+        "outlier:channels=4096", "powersgd:rank=4096", "int8:block=1048576", "klt:rate=8", "klt-ec:rate=8",
+        "klt-ec:rate=0.01",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 4), (2, 1, 1, 3, 1, 2, 1, 2)])
+def test_parameters_beyond_the_tensor_are_met_at_its_size(text: str, shape: tuple[int, ...]) -> None:
+    """One in 1e9 elements is still one, and 4096 channels of five are five."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    y = through(text, x)
+    assert y.shape == x.shape and bool(y.isfinite().all())
+    if "topk" in text and x.numel():
+        kept = int((y != 0).sum())
+        rows = x.reshape(-1, *x.shape[-1:]).shape[0] if "row" in text and x.ndim else 1
+        assert kept == (x.numel() if text.endswith("=1") else rows)
+
+
+@pytest.mark.parametrize(
+    "text", ["topk:ratio=0", "topk:ratio=0.5", "randomk:ratio=0", "powersgd:rank=0", "klt-ec:rate=0"]
+)
+def test_nothing_at_all_is_no_codec(text: str) -> None:
+    with pytest.raises(UserError, match=r"is outside"):
+        parse_codec(text)
+
+
 def test_distortion() -> None:
     x = normal(0)
     exact = compress.measure_distortion(x, x, 768)

@@ -56,6 +56,13 @@ def test_hostile_payloads(case: CodecCase, x: torch.Tensor, seed: int) -> None:
 @every_codec
 @given(x=kit.tensors(), seed=SEEDS)
 @few
+def test_allocation(case: CodecCase, x: torch.Tensor, seed: int) -> None:
+    kit.check_allocation(case, x, seed)
+
+
+@every_codec
+@given(x=kit.tensors(), seed=SEEDS)
+@few
 def test_adjoint(case: CodecCase, x: torch.Tensor, seed: int) -> None:
     kit.check_adjoint(case, x, seed)
 

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 
 from fusionllm.compress.positions import check_positions, decode_positions, encode_positions
@@ -16,7 +17,7 @@ from fusionllm.compress.sparse import stratified
 from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.codec_formats import index_num_bytes_at_most
 
-INDEXES = ("auto", "rice", "bitmap", "int32")
+INDEXES = ("auto", "rice", "gaps", "bitmap", "int32")
 
 
 @st.composite
@@ -41,7 +42,7 @@ def test_any_bytes_are_positions_or_refused(
 ) -> None:
     positions, numel = drawn
     try:
-        back = decode_positions(mode % 4, low_bits % 50, memoryview(data), positions.size, numel)
+        back = decode_positions(mode % 5, low_bits % 50, memoryview(data), positions.size, numel)
     except RemoteProtocolError:
         return
     assert back.size == positions.size
@@ -64,6 +65,27 @@ def test_rice_is_within_three_percent_of_the_entropy() -> None:
         _, _, data = encode_positions(positions, numel, "rice")
         entropy_bits = -numel * (share * math.log2(share) + (1 - share) * math.log2(1 - share))
         assert len(data) * 8 <= 1.03 * entropy_bits
+
+
+def test_the_smallest_code_is_chosen_and_a_mask_of_channels_costs_next_to_nothing() -> None:
+    rows, width, numel = 2048, 512, 2048 * 512
+    channels = (np.arange(rows)[:, None] * width + np.array([3, 77, 200, 411])).reshape(-1)
+    sizes = {index: len(encode_positions(channels, numel, index)[2]) for index in INDEXES}
+    assert sizes["auto"] == min(sizes.values()) == sizes["gaps"] < 0.05 * sizes["rice"]
+    random = np.sort(np.random.default_rng(0).choice(numel, numel // 100, replace=False))
+    sizes = {index: len(encode_positions(random, numel, index)[2]) for index in INDEXES}
+    assert sizes["auto"] == min(sizes.values()) < sizes["int32"] / 3
+    dense = np.sort(np.random.default_rng(0).choice(numel, numel // 2, replace=False))
+    assert len(encode_positions(dense, numel, "auto")[2]) <= numel // 8
+
+
+def test_gaps_that_do_not_add_up_are_refused() -> None:
+    for raw, count in ((b"\1\2", 3), (b"\1\2\3", 2), (b"\xff\1\0\0", 2), (b"\1" * 11, 2)):
+        data = zstandard.ZstdCompressor().compress(raw)
+        with pytest.raises(RemoteProtocolError):
+            decode_positions(3, 0, memoryview(data), count, 1000)
+    with pytest.raises(RemoteProtocolError, match="broken zstd"):
+        decode_positions(3, 0, memoryview(b"no frame of zstd"), 2, 1000)
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3000), st.integers(0, 3000), st.booleans())

@@ -7,11 +7,14 @@ check on every case, with tensors drawn by hypothesis.
 from __future__ import annotations
 
 import random
+import tracemalloc
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionllm import compress
 from fusionllm.compress import CodecState, Reference
@@ -65,6 +68,7 @@ CASES = [
     CodecCase("topk:ratio=4,values=int4,index=bitmap", 0.35),
     CodecCase("topk:ratio=4,scope=row,values=bfloat16,index=rice", 0.35),
     CodecCase("topk:ratio=1,values=float32,index=int32", 1e-6),
+    CodecCase("topk:ratio=20,index=gaps", 0.8),
     CodecCase("topk-paper:ratio=10", 0.6),
     CodecCase("randomk:ratio=4", 0.85),
     CodecCase("powersgd:rank=64", 1e-4, 1e-3),
@@ -95,7 +99,8 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
     0-d, empty, odd, zero, tiny, huge, transposed, with outliers.
     """
-    shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 17, 33]), max_size=3))
+    few_axes = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 17, 33]), max_size=3)
+    shape = draw(st.one_of(few_axes, st.lists(st.integers(1, 3), min_size=4, max_size=8)))
     dtype = draw(st.sampled_from(FLOAT_DTYPES))
     scale = draw(st.sampled_from([0.0, 1e-4, 1.0, 1e3] if dtype == "float16" else [0.0, 1e-40, 1e-20, 1.0, 1e20]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -214,6 +219,39 @@ def check_hostile(case: CodecCase, x: torch.Tensor, seed: int) -> None:
         assert case.spec.core.name in ("identity", "cast") or bool(y.isfinite().all())
         if case.spec.is_exact:
             assert len(bad) == len(data)
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the most bytes that one operator of torch returned."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.element_size())
+        return out
+
+
+def check_allocation(case: CodecCase, x: torch.Tensor, seed: int) -> None:
+    """Whatever comes, decoding takes memory in proportion to the declared shape (and to a codec's basis)."""
+    rng = random.Random(seed)
+    data, _ = encode_bytes(case, x, start(case, x))
+    width = x.shape[-1] if x.ndim else 1
+    allowed = 64 * x.numel() + 16 * width * width + (1 << 18)
+    decode_like(case, data, x)  # what is imported or cached at a first call is not the payload's
+    for bad in (rng.randbytes(len(data)), data[:6] + b"\xff" * max(0, len(data) - 6), data[:1] + bytes(len(data[1:]))):
+        tracemalloc.start()
+        try:
+            with _Largest() as seen:
+                decode_like(case, bad, x)
+        except RemoteProtocolError:
+            pass
+        finally:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        assert seen.num_bytes <= allowed and peak <= allowed
 
 
 def check_damage_shows(case: CodecCase, x: torch.Tensor, seed: int) -> None:

@@ -15,6 +15,7 @@ import zstandard
 from torch import Tensor
 
 from fusionllm.compress.codec import Codec, CodecState, Payload, Reference, inner_spec, inner_tensors
+from fusionllm.compress.positions import decompress
 from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.codec import CodecSpec, wire_num_bytes
 from fusionllm.ir.tensor import DTYPES
@@ -41,16 +42,6 @@ def _merge(data: bytes, planes: int) -> bytes:
     return np.frombuffer(data, np.uint8).reshape(planes, -1).T.tobytes()
 
 
-def _decompress(data: memoryview, limit: int) -> bytes:
-    try:
-        declared = zstandard.frame_content_size(data)
-        if not 0 <= declared <= limit:
-            raise RemoteProtocolError(f"a zstd frame declares {declared} bytes; at most {limit} can follow")
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=limit, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise RemoteProtocolError(f"broken zstd frame: {error}") from None
-
-
 def zstandard_over(inner: Codec) -> Codec:
     """Wrap a codec."""
 
@@ -72,7 +63,7 @@ def zstandard_over(inner: Codec) -> Codec:
             raise RemoteProtocolError(f"a payload of {spec} must begin with {_RAW} or {_COMPRESSED}")
         body = payload[1:]
         if payload[0] == _COMPRESSED:
-            body = memoryview(_merge(_decompress(body, limit), _plane_count(under, dtype)))
+            body = memoryview(_merge(decompress(body, limit), _plane_count(under, dtype)))
         if body.nbytes > limit or (under.is_exact and body.nbytes != limit):
             raise RemoteProtocolError(f"{body.nbytes} bytes under {spec} where {under} takes {limit}")
         return body

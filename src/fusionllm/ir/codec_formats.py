@@ -125,9 +125,15 @@ def index_num_bytes_at_most(index: str, count: int, numel: int) -> int:
     sizes = {
         "int32": 4 * count,
         "bitmap": ceil_div(numel, 8),
+        "gaps": _zstd_num_bytes_at_most(count + 4 * min(count, numel // 256)),
         "rice": min(rice_num_bytes_at_most(count, numel, low_bits) for low_bits in rice_low_bits(count, numel)),
     }
     return min(sizes.values()) if index == "auto" else sizes[index]
+
+
+def _zstd_num_bytes_at_most(num_bytes: int) -> int:
+    """zstd's own bound, a little wider for small ones."""
+    return num_bytes + (num_bytes >> 8) + 80
 
 
 def sparse_expected_num_bytes(value: Values, shape: Shape) -> float:
@@ -278,7 +284,7 @@ FORMATS: dict[str, Format] = {
             "ratio": _RATIO,
             "scope": _SCOPE,
             "values": _VALUES,
-            "index": Parameter("auto", choices=("auto", "rice", "bitmap", "int32")),
+            "index": Parameter("auto", choices=("auto", "rice", "gaps", "bitmap", "int32")),
         },
         exact_size=False,
         expected=sparse_expected_num_bytes,
