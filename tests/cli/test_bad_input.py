@@ -192,13 +192,18 @@ def test_flags_are_frozen():
             "graph_or_run", "cluster", "microbatch_size", "num_microbatches", "pipeline", "precision", "optimizer",
             "device_model", "what_if", "as_json",
         },
+        "testbed up": {"scenario", "name", "throttle", "as_json"},
+        "testbed run": {"scenario", "host", "name"},
+        "testbed down": {"scenario", "name"},
     }  # fmt: skip
     import typer
 
     group = typer.main.get_command(app)
-    assert {name: {p.name for p in command.params} - {"help"} for name, command in group.commands.items()} == flags
+    commands = dict(group.commands)
+    commands |= {f"testbed {name}": command for name, command in commands.pop("testbed").commands.items()}
+    assert {name: {p.name for p in command.params} - {"help"} for name, command in commands.items()} == flags
     for name in flags:
-        help_text = invoke(name, "--help").output
+        help_text = invoke(*name.split(), "--help").output
         assert "Example" in help_text and "fusionllm " + name in help_text
     assert invoke("--version").output.startswith("fusionllm 0.")
 

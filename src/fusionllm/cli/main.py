@@ -1,4 +1,4 @@
-"""The command line: `fusionllm train | broker | join | graph | plan | export`. The roof: parses, calls the api, prints.
+"""The command line: `fusionllm train | broker | join | graph | plan | export | testbed`. The roof: parses, prints.
 
 Heavy imports happen inside the commands, so that `--help` and `--version` answer at once and broker needs no torch.
 Exit codes: 0 done, 1 the run failed, 2 something given was wrong, 130 interrupted.
@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fusionllm import __version__
+from fusionllm.cli import testbed
 from fusionllm.cli.plan import plan
 from fusionllm.errors import FusionError
 
@@ -35,6 +36,7 @@ def _version(value: bool) -> None:
 
 
 app.command()(plan)
+app.add_typer(testbed.app, name="testbed")
 
 
 @app.callback()

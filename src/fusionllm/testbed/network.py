@@ -1,0 +1,86 @@
+"""From a scenario to pipes: who passes through what. Pure; the emulator gets this as one JSON.
+
+A packet of another fence goes through its host's uplink, its fence's uplink, the pair's own pipe, then the receiver's
+fence's and host's downlinks. Inside a fence only the hosts' own and the pair's.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fusionllm.testbed.pipe import PipeSpec
+from fusionllm.testbed.scenario import Scenario, ScenarioLink, pair_spec, rate_spec
+
+_HOSTS_PER_NET = 250
+
+
+class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a host is. ``namespace``: its network namespace."""
+
+    name: str
+    fence: str
+    namespace: str
+    address: str
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True):
+    """All the emulator needs.
+
+    Attributes:
+        pipes: name -> spec; ``a>b`` for a pair of hosts, ``NAME:up`` and ``NAME:down`` of a host or fence.
+        offload: let the kernel hand over segments of up to 64 KiB; off where packets are lost, since a lost one would
+            be 45 at once.
+    """
+
+    hosts: tuple[HostAddress, ...]
+    pipes: dict[str, PipeSpec]
+    offload: bool = True
+
+    def host(self, name: str) -> HostAddress:
+        return next(host for host in self.hosts if host.name == name)
+
+    def route(self, source: HostAddress, target: HostAddress) -> list[str]:
+        """Names of the pipes from one host to another, in order."""
+        names = [f"{source.name}:up", f"{source.name}>{target.name}", f"{target.name}:down"]
+        if source.fence != target.fence:
+            names = [names[0], f"{source.fence}:up", names[1], f"{target.fence}:down", names[2]]
+        return [name for name in names if name in self.pipes]
+
+
+def build_network(scenario: Scenario, bed: str) -> Network:
+    """The network of a scenario. ``bed``: name of the testbed, which the namespaces carry."""
+    hosts = tuple(
+        HostAddress(
+            name=host.name,
+            fence=host.fence,
+            namespace=f"{bed}.{host.name}",
+            address=f"10.88.{index // _HOSTS_PER_NET}.{index % _HOSTS_PER_NET + 1}",
+        )
+        for index, host in enumerate(scenario.host)
+    )
+    pipes: dict[str, PipeSpec] = {}
+    shared = [(host.name, host.uplink, host.downlink) for host in scenario.host]
+    shared += [(fence.name, fence.uplink, fence.downlink) for fence in scenario.fence]
+    for name, uplink, downlink in shared:
+        for side, text in (("up", uplink), ("down", downlink)):
+            if text:
+                pipes[f"{name}:{side}"] = rate_spec(text)
+    for source in hosts:
+        for target in hosts:
+            if source != target:
+                pipes[f"{source.name}>{target.name}"] = _between(scenario, source, target)
+    return Network(hosts=hosts, pipes=pipes, offload=not any(spec.loss for spec in pipes.values()))
+
+
+def _between(scenario: Scenario, source: HostAddress, target: HostAddress) -> PipeSpec:
+    """The later and the more exact line wins: hosts, then fences, then otherwise."""
+    for ends in ((source.name, target.name), (source.fence, target.fence)):
+        for link in reversed(scenario.link):
+            if (link.a, link.b) == ends:
+                return pair_spec(link, link.bandwidth)
+            if (link.b, link.a) == ends:
+                return pair_spec(link, link.back_bandwidth or link.bandwidth)
+    if source.fence == target.fence:
+        fence = next(fence for fence in scenario.fence if fence.name == source.fence)
+        return pair_spec(ScenarioLink(a="", b="", latency=fence.latency), fence.bandwidth)
+    return pair_spec(scenario.otherwise, scenario.otherwise.bandwidth)

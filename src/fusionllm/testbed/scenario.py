@@ -1,0 +1,215 @@
+"""Scenarios: hosts in fences and what lies between them, as a TOML. Read as hostile, checked once.
+
+On the path: SCENARIO.toml -> Scenario -> `network.Network` (pipes by number) -> `bed.Testbed`. `docs/testbed.md`
+documents the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from fusionllm.errors import UserError
+from fusionllm.testbed.pipe import PipeSpec
+from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_HOSTS = 64
+MAX_FILE_BYTES = 1 << 20
+MAX_DELAY_S = 10.0
+#: Names become network namespaces, folders and log files.
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,22}[a-z0-9])?")
+CONGESTION = ("cubic", "reno", "bbr")
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Fence(_Table, frozen=True, kw_only=True):
+    """A site. ``bandwidth``, ``latency``: between its hosts. ``uplink``, ``downlink``: what all share outwards."""
+
+    name: str
+    bandwidth: str = ""
+    latency: str = "0.1 ms"
+    uplink: str = ""
+    downlink: str = ""
+
+
+class Host(_Table, frozen=True, kw_only=True):
+    """A machine. ``cpu``: cores it may use once throttled, 0 for all. ``role``: broker and owner run on the owner's."""
+
+    name: str
+    fence: str
+    cpu: float = 0.0
+    memory: str = ""
+    uplink: str = ""
+    downlink: str = ""
+    role: Literal["node", "owner"] = "node"
+
+
+class ScenarioLink(_Table, frozen=True, kw_only=True):
+    """Between two fences or two hosts; ``back_bandwidth`` from b to a where it differs."""
+
+    a: str
+    b: str
+    bandwidth: str = ""
+    back_bandwidth: str = ""
+    latency: str = "0 ms"
+    jitter: str = "0 ms"
+    loss: float = 0.0
+    queue: str = ""
+
+
+class Otherwise(_Table, frozen=True, kw_only=True):
+    """What lies between two fences that no link names."""
+
+    bandwidth: str = ""
+    latency: str = "0 ms"
+    jitter: str = "0 ms"
+    loss: float = 0.0
+    queue: str = ""
+
+
+class Scenario(_Table, frozen=True, kw_only=True):
+    """A scenario file. ``congestion``: what TCP uses unless a program chooses otherwise."""
+
+    name: str
+    note: str = ""
+    congestion: str = "cubic"
+    fence: tuple[Fence, ...]
+    host: tuple[Host, ...]
+    link: tuple[ScenarioLink, ...] = ()
+    otherwise: Otherwise = Otherwise()
+
+    @property
+    def nodes(self) -> list[Host]:
+        """Hosts that compute."""
+        return [host for host in self.host if host.role == "node"]
+
+    @property
+    def owner(self) -> Host:
+        """Where broker and owner run: the host with that role, else the first."""
+        return next((host for host in self.host if host.role == "owner"), self.host[0])
+
+
+def load_scenario(path: Path) -> Scenario:
+    """Read a scenario file. Raises UserError naming the key, the value and what would be right."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB")
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    return build_scenario(raw)
+
+
+def build_scenario(raw: Mapping[str, Any]) -> Scenario:
+    """Check a plain tree. Raises UserError."""
+    _check_keys(raw, Scenario, "")
+    for name, kind in (("fence", Fence), ("host", Host), ("link", ScenarioLink)):
+        entries = raw.get(name, [])
+        if not isinstance(entries, (list, tuple)):
+            raise UserError(f"{name} must be written as [[{name}]], once per entry")
+        for index, entry in enumerate(entries):
+            _check_keys(entry, kind, f"{name}[{index}].")
+    if "otherwise" in raw:
+        _check_keys(raw["otherwise"], Otherwise, "otherwise.")
+    try:
+        scenario = msgspec.convert(raw, Scenario, strict=True)
+    except msgspec.ValidationError as error:
+        raise UserError(f"scenario: {error}") from None
+    _check_names(scenario)
+    _check_values(scenario)
+    return scenario
+
+
+def _check_keys(raw: Any, struct: type[msgspec.Struct], where: str) -> None:
+    if not isinstance(raw, Mapping):
+        raise UserError(f"{where.rstrip('.') or 'the file'} must be a table, it is {str(raw)[:80]!r}")
+    known = [field.encode_name for field in msgspec.structs.fields(struct)]
+    for key in raw:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
+            raise UserError(f"unknown key {where}{key[:80]}{hint}")
+
+
+def _check_names(scenario: Scenario) -> None:
+    fences, hosts = [f.name for f in scenario.fence], [h.name for h in scenario.host]
+    for name in (scenario.name, *fences, *hosts):
+        if NAME.fullmatch(name) is None:
+            raise UserError(f"the name {name[:80]!r}: use 1 to 24 small letters, digits and dashes")
+    if not 1 <= len(hosts) <= MAX_HOSTS:
+        raise UserError(f"{len(hosts)} hosts; a scenario has 1 to {MAX_HOSTS}")
+    name, times = Counter(fences + hosts).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"the name {name!r} stands for {times} fences or hosts; give each its own")
+    for host in scenario.host:
+        if host.fence not in fences:
+            raise UserError(f"host {host.name} is in {host.fence[:80]!r}, no fence; known: {', '.join(fences)}")
+    for index, link in enumerate(scenario.link):
+        for end in (link.a, link.b):
+            if end not in fences and end not in hosts:
+                near = difflib.get_close_matches(end, [*fences, *hosts], 1)
+                raise UserError(f"link[{index}] names {end[:80]!r}, no fence or host{f'; {near[0]}?' if near else ''}")
+        if link.a == link.b:
+            raise UserError(f"link[{index}] joins {link.a} to itself; the fence's own bandwidth is in [[fence]]")
+        if (link.a in fences) != (link.b in fences):
+            raise UserError(f"link[{index}] joins a fence and a host; name two fences or two hosts")
+    if sum(host.role == "owner" for host in scenario.host) > 1:
+        raise UserError("more than one host has role = 'owner'; there is one owner")
+    if not scenario.nodes:
+        raise UserError("no host has role = 'node'; nobody would compute")
+
+
+def _check_values(scenario: Scenario) -> None:
+    if scenario.congestion not in CONGESTION:
+        raise UserError(f"congestion is {scenario.congestion[:80]!r}; known: {', '.join(CONGESTION)}")
+    for host in scenario.host:
+        if not 0 <= host.cpu <= 1024 or 0 < host.cpu < 0.01:
+            raise UserError(f"host {host.name}: cpu is {host.cpu}; give cores, 0.01 or more, or 0 for no limit")
+        if host.memory and parse_num_bytes(host.memory) < 16 << 20:
+            raise UserError(f"host {host.name}: memory is {host.memory!r}; no program starts in less than 16 MiB")
+        rate_spec(host.uplink), rate_spec(host.downlink)
+    for fence in scenario.fence:
+        pair_spec(ScenarioLink(a="", b="", bandwidth=fence.bandwidth, latency=fence.latency), fence.bandwidth)
+        rate_spec(fence.uplink), rate_spec(fence.downlink)
+    for link in scenario.link:
+        pair_spec(link, link.bandwidth), rate_spec(link.back_bandwidth)
+    pair_spec(scenario.otherwise, scenario.otherwise.bandwidth)
+
+
+def rate_spec(bandwidth: str) -> PipeSpec:
+    """A pipe of a rate alone; an empty text is no limit. Raises UserError."""
+    return PipeSpec(rate_bytes_per_s=parse_bandwidth_bytes_per_s(bandwidth) if bandwidth else 0.0)
+
+
+def pair_spec(link: ScenarioLink | Otherwise, bandwidth: str) -> PipeSpec:
+    """The pipe of one direction of a link. Raises UserError."""
+    delay_s, jitter_s = parse_duration_s(link.latency), parse_duration_s(link.jitter)
+    for name, value in (("latency", delay_s), ("jitter", jitter_s)):
+        if value > MAX_DELAY_S:
+            raise UserError(f"{name} is {value:g} s; the most is {MAX_DELAY_S:g} s")
+    if not 0 <= link.loss < 1:
+        raise UserError(f"loss is {link.loss}; it is a probability for each packet, from 0 to below 1")
+    return PipeSpec(
+        rate_bytes_per_s=rate_spec(bandwidth).rate_bytes_per_s,
+        delay_s=delay_s,
+        jitter_s=jitter_s,
+        loss=link.loss,
+        queue_bytes=parse_num_bytes(link.queue) if link.queue else 0,
+    )
