@@ -23,6 +23,7 @@ BENCHMARKS = {
     "capture": "benchmarks.capture",
     "bigmodel": "benchmarks.bigmodel",
     "finetune": "benchmarks.finetune",
+    "wan": "benchmarks.wan",
 }
 
 

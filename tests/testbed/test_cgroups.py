@@ -33,6 +33,10 @@ def test_version_one_has_a_hierarchy_per_controller(tmp_path):
     assert (memory / "memory.limit_in_bytes").read_text() == str(1 << 30)
     groups.set_cpu("a0", 0)
     assert (cpu / "cpu.cfs_quota_us").read_text() == "-1"
+    groups.favour(True)
+    assert (cpu.parent / "cpu.shares").read_text() == "65536"
+    groups.favour(False)
+    assert (cpu.parent / "cpu.shares").read_text() == "1024"
     (tmp_path / "cpuacct/fusionllm-bed/a0/cpuacct.usage").write_text("1500000000\n")
     assert groups.cpu_seconds("a0") == 1.5
     assert len(groups.entrances("a0")) == 3
@@ -50,6 +54,8 @@ def test_version_two_has_one_hierarchy_with_the_controllers_it_offers(tmp_path):
     assert (own / "cpu.max").read_text() == "5000 20000" and (own / "memory.max").read_text() == "max"
     groups.set_cpu("a0", 0)
     assert (own / "cpu.max").read_text() == "max 20000"
+    groups.favour(True)
+    assert (own.parent / "cpu.weight").read_text() == "6400"
     (own / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
     assert groups.cpu_seconds("a0") == 2.5 and groups.entrances("a0") == [str(own / "cgroup.procs")]
 

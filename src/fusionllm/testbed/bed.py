@@ -181,7 +181,11 @@ class Testbed:
     # limits
 
     def throttle(self, on: bool = True) -> None:
-        """Set the hosts' shares of a core, or lift them. Raises UserError when they add up to more than there is."""
+        """Set the hosts' shares of a core, or lift them.
+
+        While they are set, hosts go before the machine's other programs, or they would not get what they may use.
+        Raises UserError when the shares add up to more than there is.
+        """
         shares = {host.name: host.cpu for host in self.scenario.host if host.cpu}
         cores = len(os.sched_getaffinity(0))
         if sum(shares.values()) > cores:
@@ -191,6 +195,7 @@ class Testbed:
             )
         for host, share in shares.items():
             self._groups.set_cpu(host, share if on else 0.0)
+        self._groups.favour(on and bool(shares))
 
     def set_cpu(self, host: str, cores: float) -> None:
         """Let a host use ``cores`` from now on, 0 for all."""

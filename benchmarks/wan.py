@@ -1,0 +1,241 @@
+"""Training over a wide-area network, ours beside what a user would run instead, on the same emulated links.
+
+The same model, data, order, optimizer, microbatches and number of steps for all rows; `wan_peer` has the others,
+`wan_runs` starts and measures, `wan_limit` says how fast a step could be. Needs root (docs/testbed.md).
+
+    python -m benchmarks wan --scenario two-labs --methods torch-bf16,ours-bf16 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from benchmarks.wan_limit import Crossing, Limit, step_limit
+from benchmarks.wan_runs import SETTLE_STEPS, WARM_STEPS, Measured, MethodFailed, OurCluster, run_peer
+from fusionllm.errors import UserError
+from fusionllm.testbed import Scenario, Testbed, build_scenario, load_scenario, why_unavailable
+
+ROOT = Path(__file__).parents[1]
+SCENARIOS = ROOT / "examples" / "scenarios"
+CAST = {"forward": "cast", "backward": "cast"}
+#: method -> changes of a run's tables. "peer" rows are `wan_peer`'s modes.
+OURS: dict[str, dict[str, dict[str, Any]]] = {
+    "ours-dense": {"cluster": {"partition": "equal-number"}},
+    "ours-bf16": {"cluster": {"partition": "equal-number"}, "compression": CAST},
+    "ours-paper": {"cluster": {"partition": "planner"}, "compression": {"rule": "adatopk-paper"}},
+    "ours-default": {"cluster": {"partition": "planner"}, "compression": {"rule": "deadline"}},
+}
+PEERS: dict[str, dict[str, Any]] = {
+    "torch-fp32": {"mode": "pipeline", "boundary": "float32"},
+    "torch-bf16": {"mode": "pipeline", "boundary": "bfloat16"},
+    "one-host": {"mode": "one-host"},
+    "diloco-20": {"mode": "diloco", "inner": 20},
+    "diloco-50": {"mode": "diloco", "inner": 50},
+}
+METHODS = (*PEERS, *OURS)
+
+
+def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
+    """The run that all methods do: a GPT-2 of 16 M parameters, hand-cut friendly (nothing tied)."""
+    data = ROOT / "examples" / "data"
+    return {
+        "run": {"root": root, "seed": args.seed},
+        "model": {
+            "source": "gpt2",
+            "config": {
+                "n_layer": args.layers, "n_head": 6, "n_embd": args.width, "n_positions": 128, "vocab_size": 2048,
+                "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": False,
+            },
+        },
+        "data": {"source": str(data / "shakespeare.txt"), "tokenizer": str(data / "tokenizer.json"), "seq_len": 128},
+        "train": {
+            "steps": WARM_STEPS + SETTLE_STEPS + args.steps, "global_batch": 4 * args.microbatches,
+            "microbatch_size": 4, "pipeline": args.pipeline, "precision": "bfloat16", "eval_batches": 8,
+        },
+        "optimizer": {"name": "adamw", "lr": 1e-3, "schedule": "constant"},
+        "cluster": {"threads": 1},
+        "output": {"sinks": [], "plot": False},
+    }  # fmt: skip
+
+
+def run(argv: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks wan", description=__doc__)
+    parser.add_argument("--scenario", default="two-labs", help="a name of examples/scenarios, or a file")
+    parser.add_argument("--bandwidth", default="", help="of all links between fences, instead of the scenario's")
+    parser.add_argument("--methods", default="torch-bf16,ours-bf16", help=f"all, or some of {', '.join(METHODS)}")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--pipeline", default="1f1b-ahead", help="of our rows; torch's are 1F1B")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one method")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    methods = list(METHODS) if args.methods == "all" else args.methods.split(",")
+    if unknown := [name for name in methods if name not in METHODS]:
+        raise SystemExit(f"no method {unknown[0]!r}; known: {', '.join(METHODS)}")
+    if reason := why_unavailable():
+        return {"skipped": f"no wide-area network can be made here: {reason}", "runs": []}
+    scenario = find_scenario(args.scenario, args.bandwidth)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    with tempfile.TemporaryDirectory() as folder, Testbed(scenario) as bed:
+        for index in range(args.rounds):
+            part = Path(folder, f"round{index}")
+            part.mkdir()
+            for name, row in run_round(bed, part, methods, args):
+                rounds[name].append(row)
+    return {
+        "scenario": args.scenario, "bandwidth": args.bandwidth, "pipeline": args.pipeline, "rounds": args.rounds,
+        "steps": args.steps, "load": os.getloadavg()[0], "runs": [middle(name, rows) for name, rows in rounds.items()],
+    }  # fmt: skip
+
+
+def find_scenario(name: str, bandwidth: str) -> Scenario:
+    """A shipped scenario or a file; with the rate of what lies between fences replaced. Raises SystemExit."""
+    path = Path(name) if name.endswith(".toml") else SCENARIOS / f"{name}.toml"
+    if not path.exists():
+        known = ", ".join(sorted(p.stem for p in SCENARIOS.glob("*.toml")))
+        raise SystemExit(f"no scenario {name!r}; known: {known}, or a file that ends in .toml")
+    try:
+        tree = msgspec.to_builtins(load_scenario(path))
+        if bandwidth:
+            for link in (*tree["link"], tree["otherwise"]):
+                link["bandwidth"] = bandwidth
+        return build_scenario(tree)
+    except UserError as error:
+        raise SystemExit(f"{path}: {error}") from None
+
+
+def run_round(
+    bed: Testbed, folder: Path, methods: list[str], args: argparse.Namespace
+) -> list[tuple[str, dict[str, Any]]]:
+    """Every method once; one that fails gives a row with its reason."""
+    config = run_config(args, str(folder / "runs"))
+    config["cluster"]["nodes"] = len(bed.scenario.nodes)
+    rows = []
+    for name in methods:
+        if name in PEERS:
+            rows.append((name, attempt(name, bed, args, partial(peer_measured, bed, folder, name, config, args))))
+    ours = [name for name in methods if name in OURS]
+    if ours:
+        try:
+            with OurCluster(bed, folder) as cluster:
+                for name in ours:
+                    tables = merge(config, OURS[name])
+                    rows.append(
+                        (name, attempt(name, bed, args, lambda n=name, t=tables: cluster.train(n, t, args.timeout)))
+                    )
+        except MethodFailed as error:
+            rows += [(name, failed(name, str(error))) for name in ours if name not in dict(rows)]
+    return rows
+
+
+def peer_measured(bed: Testbed, folder: Path, name: str, config: dict[str, Any], args: argparse.Namespace) -> Measured:
+    own = folder / name
+    own.mkdir()
+    return run_peer(bed, own, PEERS[name]["mode"], PEERS[name] | {"config": config}, args.timeout)
+
+
+def merge(config: dict[str, Any], changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return config | {table: config.get(table, {}) | values for table, values in changes.items()}
+
+
+def attempt(name: str, bed: Testbed, args: argparse.Namespace, measure: Any) -> dict[str, Any]:
+    """A row of the table. Prints it at once: a round takes many minutes."""
+    try:
+        row = make_row(name, bed, args, measure())
+    except MethodFailed as error:
+        row = failed(name, str(error))
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def failed(name: str, reason: str) -> dict[str, Any]:
+    return {"method": name, "failed": reason}
+
+
+def make_row(name: str, bed: Testbed, args: argparse.Namespace, measured: Measured) -> dict[str, Any]:
+    tokens = args.microbatches * 4 * 128
+    step_s = median(measured.step_s)
+    row: dict[str, Any] = {"method": name}
+    slow = {pipe: n for pipe, n in measured.num_bytes.items() if bed.network.pipes[pipe].rate_bytes_per_s}
+    between = [f"{a.name}>{b.name}" for a in bed.network.hosts for b in bed.network.hosts if a.fence != b.fence]
+    crossed = sum(measured.num_bytes.get(pipe, 0.0) for pipe in between)
+    if name.startswith("diloco"):
+        inner = PEERS[name]["inner"]
+        inner_s, exchange_s = measured.result.get("inner_s", step_s), measured.result["seconds"]
+        step_s = inner_s + exchange_s / inner
+        row |= {"composed": True, "exchange_s": exchange_s}
+    else:
+        limit = limit_of(bed, measured, args.microbatches, alone=name == "one-host")
+        row |= {"limit_step_s": limit.seconds, "bottleneck": limit.bottleneck}
+        rates = {pipe: bed.network.pipes[pipe].rate_bytes_per_s for pipe in slow}
+        use = max((n / rates[pipe] / step_s for pipe, n in slow.items()), default=0.0)
+        row |= {"bottleneck_link_utilisation": use, "bytes": crossed}
+    return row | {
+        "tokens_per_s": tokens / step_s, "step_s": step_s, "steps_s": measured.step_s, "predicted_step_s": None,
+        "seconds_to_target": None, "val_loss": measured.result.get("val_loss"), "dropped": measured.dropped,
+        "cpu_s": measured.cpu_s,
+    }  # fmt: skip
+
+
+def limit_of(bed: Testbed, measured: Measured, num_microbatches: int, *, alone: bool) -> Limit:
+    """The limit of a step, from the processor time and bytes that the method itself used."""
+    share = {host.name: host.cpu or 1.0 for host in bed.scenario.nodes}
+    compute_s = {host: seconds / share[host] for host, seconds in measured.cpu_s.items()}
+    if alone:
+        host = max(compute_s, key=lambda name: compute_s[name])
+        return Limit(compute_s[host], f"host {host}")
+    order = sorted(share, key=lambda name: [host.name for host in bed.scenario.nodes].index(name))
+    ways: list[list[Crossing]] = [[], []]
+    for index, (a, b) in enumerate(zip(order, order[1:])):
+        for side, (source, target) in enumerate(((a, b), (b, a))):
+            network, pair = bed.network, f"{source}>{target}"
+            route = network.route(network.host(source), network.host(target))
+            rates = {pipe: network.pipes[pipe].rate_bytes_per_s for pipe in route}
+            shaped = {pipe: rate for pipe, rate in rates.items() if rate}
+            delay_s = network.pipes[pair].delay_s
+            ways[side].append(Crossing(index, measured.num_bytes.get(pair, 0.0), delay_s, shaped))
+    return step_limit([compute_s[host] for host in order], ways[0], ways[1], num_microbatches)
+
+
+def middle(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The round of median speed; a method that failed once is reported as failed."""
+    bad = [row for row in rows if "failed" in row]
+    if bad or not rows:
+        return bad[0] if bad else failed(name, "not run")
+    ordered = sorted(rows, key=lambda row: row["step_s"])
+    return ordered[len(ordered) // 2] | {"rounds_step_s": [row["step_s"] for row in rows]}
+
+
+def table(result: dict[str, Any]) -> str:
+    if "skipped" in result:
+        return f"wan skipped: {result['skipped']}"
+    title = f"{result['scenario']} {result['bandwidth']}".strip()
+    lines = [
+        f"{title}, {result['rounds']} rounds of {result['steps']} steps",
+        f"{'method':14}{'tokens/s':>9}{'step s':>9}{'limit s':>9}{'of limit':>9}{'link use':>9}{'MB':>8}"
+        f"{'val loss':>10}  bottleneck",
+    ]
+    for row in result["runs"]:
+        if "failed" in row:
+            lines.append(f"{row['method']:14} failed: {row['failed']}")
+            continue
+        limit, use, sent = row.get("limit_step_s"), row.get("bottleneck_link_utilisation"), row.get("bytes")
+        lines.append(
+            f"{row['method']:14}{row['tokens_per_s']:9.0f}{row['step_s']:9.2f}"
+            + (f"{limit:9.2f}{limit / row['step_s']:9.0%}{use:9.0%}{sent / 1e6:8.2f}" if limit else " " * 35)
+            + (f"{row['val_loss']:10.4f}" if row["val_loss"] is not None else " " * 10)
+            + f"  {row.get('bottleneck', 'composed of ' + str(WARM_STEPS) + '+ inner steps and one exchange')}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,230 @@
+"""One method on one scenario: starts its programs on the hosts of a testbed, measures while it trains.
+
+Programs start and warm up without limits; then processor shares and link rates are set, some steps settle, and the rest
+is timed. When the last step is done the limits are lifted, so that validation and checkpoints cost no time. What the
+network carried comes from the emulator, processor time from the control groups, never from the method itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fusionllm.testbed import Testbed
+
+ROOT = Path(__file__).parents[1]
+DEVICE = "wan0"
+BROKER_PORT, PEER_PORT = 7654, 29511
+WARM_STEPS, SETTLE_STEPS = 2, 1
+START_S = 300.0  # for programs to load, on a busy machine
+
+
+class MethodFailed(Exception):
+    """A method did not get to its end; the text says why."""
+
+
+@dataclass
+class Measured:
+    """What one method did, per timed step.
+
+    Attributes:
+        step_s: seconds of each timed step. num_bytes: pipe -> bytes in a step. dropped: packets, all steps.
+        cpu_s: host -> processor seconds in a step.
+        result: what the method said at its end.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    num_bytes: dict[str, float] = field(default_factory=dict)
+    dropped: int = 0
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Watch:
+    """Follows the step lines of a program, sets the limits and reads the counters at the right ones."""
+
+    bed: Testbed
+    num_steps: int
+    measured: Measured = field(default_factory=Measured)
+    _before: tuple[float, dict[str, Any], dict[str, float]] | None = None
+
+    def line(self, event: dict[str, Any]) -> None:
+        if event.get("type") in ("exchange", "summary"):
+            self.measured.result = event
+        if event.get("type") != "step":
+            return
+        step = event["step"]
+        if step == WARM_STEPS:
+            limit(self.bed, True)
+        elif step == WARM_STEPS + SETTLE_STEPS:
+            self._before = self._counters()
+        elif self._before is not None:
+            self.measured.step_s.append(event["seconds"])
+        if step == self.num_steps:
+            self._finish()
+
+    def _counters(self) -> tuple[float, dict[str, Any], dict[str, float]]:
+        cpu = {host.name: self.bed.cpu_seconds(host.name) for host in self.bed.scenario.nodes}
+        return time.perf_counter(), self.bed.stats(), cpu
+
+    def _finish(self) -> None:
+        assert self._before is not None
+        (_, stats, cpu), (_, old_stats, old_cpu) = self._counters(), self._before
+        steps = len(self.measured.step_s)
+        for name, now in stats.items():
+            old = old_stats.get(name)
+            self.measured.num_bytes[name] = (now.num_bytes - (old.num_bytes if old else 0)) / steps
+            self.measured.dropped += now.num_dropped - (old.num_dropped if old else 0)
+        self.measured.cpu_s = {host: (used - old_cpu[host]) / steps for host, used in cpu.items()}
+        limit(self.bed, False)
+
+
+def limit(bed: Testbed, on: bool) -> None:
+    """Set the hosts' shares and the links' rates, or lift both."""
+    bed.throttle(on)
+    bed.open_rates(not on)
+
+
+class Programs:
+    """Programs on the hosts of a testbed, ended with the block; logs in a folder."""
+
+    def __init__(self, bed: Testbed, folder: Path) -> None:
+        self.bed, self.folder, self._stack = bed, folder, ExitStack()
+        self.running: dict[str, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> Programs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for program in self.running.values():
+            program.kill()
+        for program in self.running.values():
+            program.communicate()
+        self._stack.close()
+
+    def start(self, name: str, host: str, words: list[str]) -> subprocess.Popen[str]:
+        log = self._stack.enter_context((self.folder / f"{name}.log").open("a"))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        program = self.bed.popen(
+            host, words, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment, bufsize=1
+        )
+        self.running[name] = program
+        return program
+
+    def stop(self, name: str) -> None:
+        program = self.running.pop(name)
+        program.kill()
+        program.communicate()
+
+    def follow(self, name: str, watch: Callable[[dict[str, Any]], None], timeout_s: float) -> None:
+        """Read a program's JSON lines until it ends. Raises MethodFailed when it fails or says nothing for long."""
+        program = self.running[name]
+        assert program.stdout is not None
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not select.select([program.stdout], [], [], left_s)[0]:
+                raise MethodFailed(f"{name} was not done after {timeout_s:.0f} s{self.blame(name)}")
+            line = program.stdout.readline()
+            if not line:
+                break
+            if line.startswith("{"):
+                watch(json.loads(line))
+        if program.wait(60):
+            raise MethodFailed(f"{name} ended with code {program.returncode}{self.blame(name)}")
+
+    def blame(self, name: str) -> str:
+        """The last words of a program's log, after a colon."""
+        text = (self.folder / f"{name}.log").read_text(errors="replace").strip()
+        return f": {text.splitlines()[-1][-300:]}" if text else ""
+
+
+def run_peer(bed: Testbed, folder: Path, mode: str, options: dict[str, Any], timeout_s: float) -> Measured:
+    """One of `wan_peer`'s methods; rank 0 tells the time. Raises MethodFailed."""
+    hosts = [host.name for host in bed.scenario.nodes]
+    if mode == "one-host":
+        hosts = [max(bed.scenario.nodes, key=lambda host: host.cpu or 1e9).name]
+    options = options | {
+        "addresses": [bed.address(host) for host in hosts], "port": PEER_PORT, "device": DEVICE,
+        "folder": str(folder), "skip": WARM_STEPS + SETTLE_STEPS,
+    }  # fmt: skip
+    file = folder / "options.json"
+    file.write_text(json.dumps(options))
+    watch = Watch(bed, options["config"]["train"]["steps"])
+    if mode == "diloco":  # its exchange comes after the last step and is measured too
+        watch._finish = lambda: None  # type: ignore[method-assign]
+    limit(bed, False)
+    with Programs(bed, folder) as programs:
+        words = [sys.executable, "-m", "benchmarks.wan_peer", mode, str(file)]
+        for rank, host in enumerate(hosts):
+            programs.start(f"rank{rank}", host, [*words, str(rank)])
+        programs.follow("rank0", watch.line, timeout_s)
+        for rank in range(1, len(hosts)):
+            programs.follow(f"rank{rank}", lambda _: None, 60)
+    if mode == "diloco":
+        Watch._finish(watch)
+    watch.measured.result |= {"val_loss": _evaluate(file)}
+    return watch.measured
+
+
+def _evaluate(options: Path) -> float:
+    words = [sys.executable, "-m", "benchmarks.wan_peer", "evaluate", str(options), "0"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        raise MethodFailed(f"the evaluation failed: {done.stderr.strip().splitlines()[-1:]}")
+    return float(json.loads(done.stdout.splitlines()[-1])["val_loss"])
+
+
+class OurCluster(Programs):
+    """A broker on the owner's host and a node on every other one, for the block."""
+
+    def __enter__(self) -> OurCluster:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        self.ticket = ""
+        limit(self.bed, False)
+        command, owner = [sys.executable, "-m", "fusionllm.cli.main"], self.bed.scenario.owner.name
+        self._command = command
+        broker = self.start("broker", owner, [*command, "broker", "--advertise", self.bed.address(owner), "--json"])
+        assert broker.stdout is not None
+        if not select.select([broker.stdout], [], [], START_S)[0]:
+            raise MethodFailed("the broker did not start")
+        line = broker.stdout.readline()
+        if not line:
+            raise MethodFailed(f"the broker did not start{self.blame('broker')}")
+        self.ticket = json.loads(line)["ticket"]
+        for host in self.bed.scenario.nodes:
+            words = ["join", self.ticket, "--name", host.name, "--fence", host.fence, "--device", "cpu"]
+            self.start(host.name, host.name, [*command, *words])
+
+    def train(self, name: str, config: dict[str, Any], timeout_s: float) -> Measured:
+        """One run over all nodes. Raises MethodFailed."""
+        run = self.folder / f"{name}.toml"
+        run.write_text(tomli_w.dumps(config))
+        watch = Watch(self.bed, config["train"]["steps"])
+        words = [*self._command, "train", str(run), "--broker", self.ticket, "--json"]
+        self.start(name, self.bed.scenario.owner.name, words)
+        try:
+            self.follow(name, watch.line, timeout_s)
+        finally:
+            limit(self.bed, False)
+            self.stop(name)
+        return watch.measured
