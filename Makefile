@@ -9,7 +9,7 @@ TORCH  ?= torch==2.13.0
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint types arch bench clean
+.PHONY: help setup quickstart test lint types arch bench bench-wan clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | column -t -s "$$(printf '\t')" 2>/dev/null || grep -E '##' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ arch: setup ## the floors of the house, checked by import-linter; and the core w
 
 bench: setup ## every benchmark of the results table, one after the other
 	$(PY) -m benchmarks all --json
+
+bench-wan: setup ## ours beside torch's pipeline on an emulated wide-area network (root, docs/testbed.md)
+	$(PY) -m benchmarks wan --scenario $(or $(SCENARIO),two-labs) --methods all --rounds 3 --json
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info

@@ -22,8 +22,8 @@ _MIN_QUOTA_US = 1_000  # the kernel's own
 _NO_LIMIT_BYTES = (1 << 63) - 4096
 _LEAVE_S = 5.0
 CONTROLLERS = ("cpu", "memory", "cpuacct")
-#: Weight of a testbed among everything else on the machine: (v1 cpu.shares, v2 cpu.weight).
-_USUAL_WEIGHT, _HIGH_WEIGHT = (1024, 100), (65536, 6400)
+#: Weight among the machine's other programs, by version: of each host; of a testbed that is measured.
+_HOST_WEIGHT, _HIGH_WEIGHT = (1024, 100), (65536, 6400)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -107,6 +107,7 @@ class Groups:
                     (top / host).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make control groups for the hosts: {error}; are you root?") from None
+        self.favour(False)
 
     def entrances(self, host: str) -> list[str]:
         """Files that a process writes its id into to be limited with the host."""
@@ -123,12 +124,13 @@ class Groups:
             self._write(folder / "cpu.cfs_quota_us", str(quota_us or -1))
 
     def favour(self, on: bool) -> None:
-        """Let the hosts, together, go before the machine's other programs, so that they get the shares they have."""
+        """Let the hosts go before the machine's other programs, to get what they may use; off: as one each."""
         if "cpu" not in self._places:
             return
         version = self._places["cpu"].version
         name = "cpu.weight" if version == 2 else "cpu.shares"
-        self._write(self._tops["cpu"] / name, str((_HIGH_WEIGHT if on else _USUAL_WEIGHT)[version - 1]))
+        usual = min(_HOST_WEIGHT[version - 1] * len(self._hosts), _HIGH_WEIGHT[version - 1])
+        self._write(self._tops["cpu"] / name, str(_HIGH_WEIGHT[version - 1] if on else usual))
 
     def set_memory(self, host: str, num_bytes: int) -> None:
         """Let a host use ``num_bytes`` of memory, 0 for all. Raises UserError without a memory controller."""
