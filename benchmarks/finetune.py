@@ -108,13 +108,12 @@ def _plain(config: Any) -> tuple[float, float, list[float]]:
     """(held-out loss before, after, training losses) of a plain loop over the eager model with the same options."""
     import torch
 
+    from benchmarks.plain import plain_optimizer
     from fusionllm.api.prepare import open_model
 
     _, data, source = open_model(config, Path.cwd())
     model = source.module
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas, weight_decay=0
-    )
+    optimizer = plain_optimizer(config.optimizer, model)
     low = config.train.precision == "bfloat16"
 
     def loss_of(batch: Any) -> torch.Tensor:

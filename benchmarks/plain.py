@@ -11,6 +11,17 @@ from typing import Any
 import torch
 
 
+def plain_optimizer(o: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Torch's own for an ``OptimConfig`` of adamw or sgd; adamw's weight decay is for matrices outside embeddings."""
+    if o.name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=o.lr, momentum=o.momentum or 0.0, weight_decay=o.weight_decay)
+    tables = {id(child.weight) for child in model.modules() if isinstance(child, torch.nn.Embedding)}
+    decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
+    kept = [p for p in model.parameters() if p.dim() <= 1 or id(p) in tables]
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas or (0.9, 0.95), eps=o.eps or 1e-8)
+
+
 def plain_steps(config: Any, base_dir: Path) -> Iterator[tuple[float, float]]:
     """(loss, tokens per second) of each step of a run of ``RunConfig``, in one process, with torch's own threads."""
     from fusionllm.api.prepare import open_model
@@ -19,11 +30,7 @@ def plain_steps(config: Any, base_dir: Path) -> Iterator[tuple[float, float]]:
 
     config, data, source = open_model(config, base_dir)
     model, o = source.module, config.optimizer
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
-        if o.name == "adamw"
-        else torch.optim.SGD(model.parameters(), lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
-    )
+    optimizer = plain_optimizer(o, model)
     for step in range(config.train.steps):
         started = time.perf_counter()
         batches = data.microbatches(

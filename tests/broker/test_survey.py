@@ -17,7 +17,8 @@ from fusionllm.protocol import messages as m
 from fusionllm.protocol.membership import Member
 
 SAMPLE = Sample(kind="matmul", flops=1e9, moved_bytes=1e6, seconds=0.01)
-PROFILE = NodeProfile(device="test", memory_bytes=1e9, samples=(SAMPLE,))
+LARGE = Sample(kind="matmul", flops=1e11, moved_bytes=1e8, seconds=1.0)
+PROFILE = NodeProfile(device="test", memory_bytes=1e9, samples=(SAMPLE, LARGE))
 
 
 def members(count: int, fences: int = 1) -> list[Member]:

@@ -78,9 +78,7 @@ def made(kind: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
 def plain(model: nn.Module, batches: list[dict[str, torch.Tensor]], optim: OptimConfig, steps: int, seed: int):
     """Losses of a plain loop; the model is trained in place."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-    )
+    optimizer = torch.optim.AdamW(parameters, lr=optim.lr, betas=(0.9, 0.95), weight_decay=optim.weight_decay)
     rows = sum(len(next(iter(b.values()))) for b in batches)
     losses = []
     for step in range(steps):

@@ -65,7 +65,7 @@ def test_work_of_a_small_network_by_hand():
     memory = memory_of([first, relu, second, mean], "adamw")
     assert memory.state_bytes == 256 * 4
     assert memory.total_bytes(3) == 256 * 4 + 3 * 128
-    with pytest.raises(UserError, match="known: adamw"):
+    with pytest.raises(UserError, match="known: adadelta"):
         memory_of([first], "lion")
 
 

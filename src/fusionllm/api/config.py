@@ -18,7 +18,7 @@ import msgspec
 import tomli_w
 
 from fusionllm.capture.options import ModelConfig
-from fusionllm.compute import OptimConfig
+from fusionllm.compute import OptimConfig, check_optimizer
 from fusionllm.errors import UserError
 from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLink, LinkShape, parse_ticket
@@ -329,8 +329,7 @@ def _check_values(config: RunConfig) -> None:
         raise UserError(f"train.pipeline: {error}") from None
     if train.prefetch > 32:
         raise UserError(f"train.prefetch is {train.prefetch}; it must be at most 32")
-    if config.optimizer.lr <= 0:
-        raise UserError(f"optimizer.lr is {config.optimizer.lr}; it must be above zero")
+    check_optimizer(config.optimizer)
     if config.run.name and NAME.fullmatch(config.run.name) is None:
         raise UserError(f"run.name is {config.run.name!r}; use letters, digits, dots, dashes and underscores")
     if cluster.broker:

@@ -17,6 +17,8 @@ from fusionllm.api.weights import restore, to_blobs
 from fusionllm.capture.export import Captured, capture_module
 from fusionllm.capture.options import ARCHITECTURES
 from fusionllm.capture.sources import Source, resolve_model
+from fusionllm.compute import OptimConfig, resolve_groups
+from fusionllm.compute.optim import Optimizer
 from fusionllm.errors import UserError
 from fusionllm.store.dataset import Dataset, open_dataset
 from fusionllm.store.tensorfile import Blob
@@ -29,6 +31,7 @@ class Job:
     Attributes:
         config: with what the data settled, such as the size of the vocabulary.
         graph_hash: identity of ``captured.graph``.
+        optim: the optimizer with its groups by the names of the graph.
     """
 
     config: RunConfig
@@ -36,6 +39,7 @@ class Job:
     source: Source
     captured: Captured
     graph_hash: str
+    optim: OptimConfig
 
     def weights(self) -> dict[str, Blob]:
         """All tensors as they are before training."""
@@ -65,7 +69,11 @@ def prepare(
         first = dataset.microbatches(0, global_batch=2, microbatch_size=2)[0]
         example = {name: torch.from_numpy(array) for name, array in first.items()}
         captured = capture_module(source.module, example, mode="train")
-    return Job(config, dataset, source, captured, captured.graph.content_hash())
+    graph = captured.graph
+    optim = resolve_groups(config.optimizer, graph)
+    # torch's own complaints about it, while nothing is started
+    Optimizer(optim, {n: torch.zeros([1] * len(p.spec.shape), requires_grad=True) for n, p in graph.params.items()})
+    return Job(config, dataset, source, captured, graph.content_hash(), optim)
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class Run:
             num_microbatches=config.num_microbatches,
             microbatch_size=config.train.microbatch_size,
             num_steps=config.train.steps,
-            optim=msgspec.json.encode(config.optimizer),
+            optim=msgspec.json.encode(job.optim),
             compute=msgspec.json.encode(
                 ComputeOptions(
                     precision=config.train.precision,  # type: ignore[arg-type]

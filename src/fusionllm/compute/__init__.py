@@ -8,7 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fusionllm.compute.options import ComputeOptions, OptimConfig, learning_rate
+from fusionllm.compute.groups import resolve_groups
+from fusionllm.compute.optimizers import check_optimizer
+from fusionllm.compute.options import ComputeOptions, OptimConfig, ParamGroup, learning_rate
 from fusionllm.errors import UserError
 from fusionllm.ir.cluster import NodeProfile
 
@@ -25,9 +27,12 @@ __all__ = [
     "CALIBRATIONS",
     "ComputeOptions",
     "OptimConfig",
+    "ParamGroup",
     "calibrate",
+    "check_optimizer",
     "learning_rate",
     "load_backend",
+    "resolve_groups",
     "warm_up",
 ]
 

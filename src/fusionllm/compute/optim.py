@@ -1,4 +1,9 @@
-"""Optimizers of torch by name, their state by parameter name."""
+"""Optimizers of torch by name over named parameters, their state by parameter name.
+
+What torch updates are the parameters themselves, or masters: copies in float32 of weights kept in a shorter type
+(Micikevicius et al., Mixed Precision Training, arXiv 1710.03740), or in the machine's memory when its state is to stay
+off the device. Every parameter is updated from its own gradient and state alone, so any partition does the same.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +12,136 @@ from typing import Any
 
 import torch
 
+from fusionllm.compute.optimizers import group_arguments, known_options
 from fusionllm.compute.options import OptimConfig
+from fusionllm.errors import GraphError, UserError
+
+#: Key of a master among the state's tensors.
+MASTER = "master"
+_CLASSES: dict[str, str] = {
+    "adadelta": "Adadelta", "adafactor": "Adafactor", "adagrad": "Adagrad", "adam": "Adam", "adamax": "Adamax",
+    "adamw": "AdamW", "asgd": "ASGD", "muon": "Muon", "nadam": "NAdam", "radam": "RAdam", "rmsprop": "RMSprop",
+    "rprop": "Rprop", "sgd": "SGD",
+}  # fmt: skip
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Torch's class of a name of ``OPTIMIZERS``. Raises UserError when this torch is too old for it."""
+    known_options(name)
+    found = getattr(torch.optim, _CLASSES[name], None)
+    if found is None:
+        raise UserError(f"torch {torch.__version__} has no {_CLASSES[name]}; upgrade torch on this node")
+    made: type[torch.optim.Optimizer] = found
+    return made
 
 
 class Optimizer:
-    """A torch optimizer over named parameters; works with none at all."""
+    """The optimizers of a stage; works with no parameter at all."""
 
     def __init__(self, config: OptimConfig, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._config = config
-        self._names = list(parameters)
-        tensors = list(parameters.values())
-        self._torch: torch.optim.Optimizer | None = None
-        if not tensors:
-            return
-        if config.name == "adamw":
-            self._torch = torch.optim.AdamW(
-                tensors, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-            )
-        else:
-            self._torch = torch.optim.SGD(
-                tensors, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-            )
+        self._parameters = dict(parameters)
+        self._targets = {name: self._target(tensor, config.offload) for name, tensor in parameters.items()}
+        groups: dict[str, dict[str, dict[str, Any]]] = {}
+        for name, tensor in self._targets.items():
+            kind, scale, arguments = group_arguments(config, name, tensor.dim())
+            if tensor.device.type == "cuda" and "fused" in known_options(kind) and "foreach" not in arguments:
+                arguments.setdefault("fused", tensor.is_floating_point())
+            alike = groups.setdefault(kind, {}).setdefault(repr((scale, arguments)), {})
+            alike.setdefault("scale", scale)
+            alike.setdefault("arguments", arguments)
+            alike.setdefault("names", []).append(name)
+        self._made = [_Made(kind, list(alike.values()), self._targets, config.lr) for kind, alike in groups.items()]
+
+    @staticmethod
+    def _target(parameter: torch.Tensor, offload: bool) -> torch.Tensor:
+        """What torch updates for a parameter: itself, or its master."""
+        device = torch.device("cpu") if offload else parameter.device
+        dtype = torch.float32 if parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
+        if (dtype, device) == (parameter.dtype, parameter.device):
+            return parameter
+        return parameter.detach().to(device, dtype, copy=True).requires_grad_()
 
     def step(self, lr: float) -> None:
         """Update from the gradients, then drop them."""
-        if self._torch is None:
-            return
-        for group in self._torch.param_groups:
-            group["lr"] = lr
+        for name, target in self._targets.items():
+            parameter = self._parameters[name]
+            if target is not parameter and parameter.grad is not None:
+                target.grad = parameter.grad.to(target.device, target.dtype)
+                parameter.grad = None
+        for made in self._made:
+            made.step(lr)
+        with torch.no_grad():
+            for name, target in self._targets.items():
+                if target is not self._parameters[name]:
+                    self._parameters[name].copy_(target)
+
+    def reload(self, name: str) -> None:
+        """A parameter was given another value from outside; its master follows."""
+        target = self._targets.get(name)
+        if target is not None and target is not self._parameters[name]:
+            with torch.no_grad():
+                target.copy_(self._parameters[name])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Tensors named ``KIND/PARAMETER``, e.g. ``exp_avg/wte.weight``, masters among them."""
+        masters = {
+            f"{MASTER}/{n}": t.detach() for n, t in self._targets.items() if t.dtype != self._parameters[n].dtype
+        }
+        return {k: t for made in self._made for k, t in made.state().items()} | masters
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The inverse of `state`. Raises GraphError for a tensor that is not of the form of its parameter's state."""
+        by_name: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            if name not in self._targets:
+                raise GraphError(f"optimizer tensor {key!r} is of no parameter of this stage")
+            if kind != MASTER:
+                by_name.setdefault(name, {})[kind] = tensor
+                continue
+            target = self._targets[name]
+            if tensor.shape != target.shape:
+                raise GraphError(f"{key!r} has shape {list(tensor.shape)}, expected {list(target.shape)}")
+            with torch.no_grad():
+                target.copy_(tensor)
+        for made in self._made:
+            made.load({n: by_name[n] for n in made.names if n in by_name})
+
+
+class _Made:
+    """One optimizer of torch and the names of its parameters, in its order."""
+
+    def __init__(self, kind: str, groups: list[dict[str, Any]], tensors: Mapping[str, torch.Tensor], lr: float) -> None:
+        self.names = [name for group in groups for name in group["names"]]
+        self._scales = [group["scale"] for group in groups]
+        make: Any = optimizer_class(kind)
+        try:
+            self._torch: torch.optim.Optimizer = make(
+                [{"params": [tensors[n] for n in g["names"]], "lr": lr * g["scale"], **g["arguments"]} for g in groups]
+            )
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"{kind} refuses its options: {error}") from None
+
+    def step(self, lr: float) -> None:
+        for group, scale in zip(self._torch.param_groups, self._scales):
+            group["lr"] = lr * scale
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Tensors named ``KIND/PARAMETER``, e.g. ``exp_avg/wte.weight``."""
-        if self._torch is None:
-            return {}
         raw = self._torch.state_dict()["state"]
         return {
-            f"{kind}/{self._names[index]}": value.detach()
+            f"{kind}/{self.names[index]}": value.detach()
             for index, entry in raw.items()
             for kind, value in entry.items()
             if isinstance(value, torch.Tensor)
         }
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The inverse of `state`."""
-        if self._torch is None or not tensors:
+    def load(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        if not tensors:
             return
-        state: dict[int, dict[str, Any]] = {}
-        for key, tensor in tensors.items():
-            kind, _, name = key.partition("/")
-            state.setdefault(self._names.index(name), {})[kind] = tensor.clone()
-        self._torch.load_state_dict({"state": state, "param_groups": self._torch.state_dict()["param_groups"]})
+        held = self._torch.state_dict()
+        for name, entry in tensors.items():
+            own = held["state"].setdefault(self.names.index(name), {})
+            own.update({kind: tensor.clone() for kind, tensor in entry.items()})
+        self._torch.load_state_dict(held)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import msgspec
+
+Kind = Literal["norms", "biases", "embeddings"]
 
 
 class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,26 +28,55 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tied: Literal["step", "microbatch"] = "step"
 
 
+class ParamGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters that change in a way of their own. The first group that a name matches is its group.
+
+    Attributes:
+        match: names of parameters, with ``*``, ``?`` and ``[ab]``, e.g. ``"transformer.h.*.attn.*"``.
+        name: of their optimizer, empty: that of the run. lr_scale: times the run's learning rate.
+        weight_decay, options: instead of the run's.
+    """
+
+    match: tuple[str, ...]
+    name: str = ""
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    options: dict[str, Any] = {}
+
+    def has(self, parameter: str) -> bool:
+        return any(parameter == pattern or fnmatchcase(parameter, pattern) for pattern in self.match)
+
+
 class OptimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How parameters change.
 
     Attributes:
-        name: ``adamw`` or ``sgd``, as in torch.optim. momentum: of sgd.
+        name: of an optimizer of torch.optim in lower case, see ``OPTIMIZERS``.
+        betas, eps, momentum: of the optimizers that have them; None: torch's own, for betas (0.9, 0.95).
+        options: others by torch's names, e.g. ``{nesterov = true}``.
+        no_decay: kinds of parameters that weight decay leaves alone: ``norms``, ``biases``, ``embeddings``. None: all
+            three for adamw and muon, none for the others.
+        groups: parameters that change in a way of their own.
         schedule: of the learning rate after ``warmup_steps`` of linear warm-up: ``constant``, ``cosine`` or ``linear``
             down to ``min_lr_ratio`` of ``lr``.
         clip_norm: limit of the global gradient norm over all stages, 0: none.
+        offload: keep the optimizer's state in the machine's memory, not the device's, and update there.
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: str = "adamw"
     lr: float = 1e-3
     weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.0
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    options: dict[str, Any] = {}
+    no_decay: tuple[Kind, ...] | None = None
+    groups: tuple[ParamGroup, ...] = ()
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     warmup_steps: int = 0
     min_lr_ratio: float = 0.1
     clip_norm: float = 0.0
+    offload: bool = False
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

@@ -90,6 +90,8 @@ class TorchStage:
         if entry.id in self._tensors:  # in place: the optimizer holds this very tensor
             with torch.no_grad():
                 self._tensors[entry.id].copy_(tensor)
+            if self._optimizer is not None:
+                self._optimizer.reload(name)
             return
         own = tensor.detach().to(self._device, copy=True)
         if name in self.graph.params:

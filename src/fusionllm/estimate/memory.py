@@ -13,8 +13,11 @@ import msgspec
 from fusionllm.errors import UserError
 from fusionllm.estimate.work import OpWork
 
-#: Copies of a trained parameter that an optimizer keeps beside it.
-OPTIMIZER_COPIES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}
+#: Copies of a trained parameter that an optimizer of torch keeps beside it, at most (adafactor: rows and columns only).
+OPTIMIZER_COPIES = {
+    "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 2, "nadam": 2,
+    "none": 0, "radam": 2, "rmsprop": 3, "rprop": 2, "sgd": 1,
+}  # fmt: skip
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

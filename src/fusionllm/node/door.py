@@ -9,7 +9,7 @@ import msgspec
 
 from fusionllm.errors import GraphError, RemoteProtocolError
 from fusionllm.ir.graph import OpGraph
-from fusionllm.ir.tensor import TensorSpec, bind_batch
+from fusionllm.ir.tensor import FLOATS, TensorSpec, bind_batch
 from fusionllm.node.codecs import check_payload
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.stage import OWNER
@@ -51,11 +51,18 @@ class Door:
         if header.kind == "weight" and header.key in self._held:
             return self._held[header.key].spec
         if header.kind == "optimizer" and (name := header.key.partition("/")[2]) in graph.params:
-            spec = graph.params[name].spec
-            return msgspec.structs.replace(spec, shape=()) if header.key.startswith("step/") else spec
+            return _state_spec(graph.params[name].spec, header)
         if header.kind == "tied" and header.key in assign.tied and header.shape:
             spec = graph.params[header.key].spec
             if not 1 <= header.shape[0] <= assign.options.num_microbatches:
                 raise RemoteProtocolError(f"tied gradient of {header.shape[0]} microbatches")
             return msgspec.structs.replace(spec, shape=(header.shape[0], *spec.shape))
         raise RemoteProtocolError(f"nobody here asked for {header.kind} {header.key!r}")
+
+
+def _state_spec(param: TensorSpec, header: m.TensorHeader) -> TensorSpec:
+    """What a tensor of a parameter's optimizer state may be: a number, or of its shape (factored: some axes are 1)."""
+    shape = header.shape
+    fits = len(shape) == len(param.shape) and all(a in (1, b) for a, b in zip(shape, param.shape))
+    dtype = header.dtype if header.dtype in FLOATS else param.dtype
+    return TensorSpec(dtype, shape if fits or shape == () else param.shape)
