@@ -6,6 +6,8 @@ what it found into the optimizer's groups by name, and any partition makes the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from fusionllm.compute.options import OptimConfig, ParamGroup
@@ -53,9 +55,9 @@ def resolve_groups(config: OptimConfig, graph: OpGraph) -> OptimConfig:
             raise UserError(
                 f"optimizer.groups {list(group.match)} matches no parameter; e.g. {next(iter(kinds), '')!r}"
             )
-    kept = config.no_decay
-    if kept is None:
-        kept = ("norms", "biases", "embeddings") if config.name in _DECOUPLED else ()
+    kept: Sequence[str] = ("norms", "biases", "embeddings") if config.name in _DECOUPLED else ()
+    if config.no_decay is not None:
+        kept = config.no_decay
     made: dict[bytes, list[str]] = {}
     for name, kind in kinds.items():
         group = next((g for g in config.groups if g.has(name)), ParamGroup(match=()))

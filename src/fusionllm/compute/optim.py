@@ -8,7 +8,7 @@ off the device. Every parameter is updated from its own gradient and state alone
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,16 +41,13 @@ class Optimizer:
     def __init__(self, config: OptimConfig, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = dict(parameters)
         self._targets = {name: self._target(tensor, config.offload) for name, tensor in parameters.items()}
-        groups: dict[str, dict[str, dict[str, Any]]] = {}
+        groups: dict[str, _Alike] = {}
         for name, tensor in self._targets.items():
             kind, scale, arguments = group_arguments(config, name, tensor.dim())
             if tensor.device.type == "cuda" and "fused" in known_options(kind) and "foreach" not in arguments:
                 arguments.setdefault("fused", tensor.is_floating_point())
-            alike = groups.setdefault(kind, {}).setdefault(repr((scale, arguments)), {})
-            alike.setdefault("scale", scale)
-            alike.setdefault("arguments", arguments)
-            alike.setdefault("names", []).append(name)
-        self._made = [_Made(kind, list(alike.values()), self._targets, config.lr) for kind, alike in groups.items()]
+            groups.setdefault(repr((kind, scale, arguments)), _Alike(kind, scale, arguments, [])).names.append(name)
+        self._made = [_Made(alike, self._targets, config.lr) for alike in groups.values()]
 
     @staticmethod
     def _target(parameter: torch.Tensor, offload: bool) -> torch.Tensor:
@@ -108,23 +105,31 @@ class Optimizer:
             made.load({n: by_name[n] for n in made.names if n in by_name})
 
 
-class _Made:
-    """One optimizer of torch and the names of its parameters, in its order."""
+class _Alike(NamedTuple):
+    """Parameters that change alike."""
 
-    def __init__(self, kind: str, groups: list[dict[str, Any]], tensors: Mapping[str, torch.Tensor], lr: float) -> None:
-        self.names = [name for group in groups for name in group["names"]]
-        self._scales = [group["scale"] for group in groups]
-        make: Any = optimizer_class(kind)
+    kind: str
+    scale: float
+    arguments: dict[str, Any]
+    names: list[str]
+
+
+class _Made:
+    """An optimizer of torch over parameters that change alike; one for each, since torch checks no group's options."""
+
+    def __init__(self, alike: _Alike, tensors: Mapping[str, torch.Tensor], lr: float) -> None:
+        self.names, self._scale = alike.names, alike.scale
+        make: Any = optimizer_class(alike.kind)
         try:
             self._torch: torch.optim.Optimizer = make(
-                [{"params": [tensors[n] for n in g["names"]], "lr": lr * g["scale"], **g["arguments"]} for g in groups]
+                [tensors[name] for name in alike.names], lr=lr * alike.scale, **alike.arguments
             )
         except (ValueError, TypeError, RuntimeError) as error:
-            raise UserError(f"{kind} refuses its options: {error}") from None
+            raise UserError(f"{alike.kind} refuses its options: {error}") from None
 
     def step(self, lr: float) -> None:
-        for group, scale in zip(self._torch.param_groups, self._scales):
-            group["lr"] = lr * scale
+        for group in self._torch.param_groups:
+            group["lr"] = lr * self._scale
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
 
