@@ -141,4 +141,4 @@ def group_arguments(config: OptimConfig, parameter: str, num_dims: int) -> tuple
         decay = config.weight_decay if group.weight_decay is None else group.weight_decay
     if name == "muon" and num_dims != 2:
         name, own = "adamw", {}
-    return name, scale, arguments(config, name, own, 0.0 if name in NO_WEIGHT_DECAY else decay)
+    return name, scale, arguments(config, name, own, decay)
