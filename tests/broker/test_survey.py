@@ -133,7 +133,7 @@ def test_a_node_that_says_nothing_is_named_and_one_that_leaves_is_not_waited_for
     ],
 )  # fmt: skip
 def test_what_no_device_could_report_is_refused(message):
-    with pytest.raises(RemoteProtocolError, match="n0 reported a device"):
+    with pytest.raises(RemoteProtocolError, match="n0 reported a (device|calibration)"):
         Survey(Nodes().send).handle("n0", message)
 
 
