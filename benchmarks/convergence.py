@@ -33,7 +33,8 @@ METHODS = {
     "hadamard-4-1": ("hadamard", "tangent(hadamard:bits=1)"),
     "hadamard-2": ("hadamard:bits=2", "tangent(hadamard:bits=2)"),
     "klt-1": ("klt:rate=1", "tangent(klt:rate=1)"),
-    "klt-0.5": ("klt:rate=0.5", "tangent(klt:rate=0.5)"),
+    "klt-ec-25": ("klt-ec:rate=1.3", "tangent:bits=8(klt-ec:rate=1.1)"),
+    "klt-ec-70": ("klt-ec:rate=0.47,refresh=200", "tangent:bits=8(klt-ec:rate=0.36,refresh=200)"),
 }
 
 
