@@ -133,7 +133,7 @@ def test_a_node_that_says_nothing_is_named_and_one_that_leaves_is_not_waited_for
     ],
 )  # fmt: skip
 def test_what_no_device_could_report_is_refused(message):
-    with pytest.raises(RemoteProtocolError, match="n0 reported a (device|calibration)"):
+    with pytest.raises(RemoteProtocolError, match=r"n0 reported a (device|calibration)"):
         Survey(Nodes().send).handle("n0", message)
 
 
@@ -142,3 +142,17 @@ def test_a_link_nobody_asked_about_is_not_kept():
     survey.handle("n0", m.Probed(peer="n1", profile=LinkProfile(bandwidth_bytes_per_s=1e9, rtt_s=0.0)))
     a, b = members(2)
     assert survey.link(a, b, [a, b]).bandwidth_bytes_per_s == 0
+
+
+def test_traffic_corrects_what_a_probe_measured():
+    async def run() -> None:
+        nodes, here = Nodes(), members(2)
+        await nodes.survey.measure(here, no_shape)
+        slower = LinkProfile(bandwidth_bytes_per_s=5e5, rtt_s=0.02)
+        nodes.survey.observe("n0", {"n1": slower, "owner": slower})
+        assert nodes.survey.link(here[0], here[1], here) == slower
+        assert nodes.survey.link(here[1], here[0], here).bandwidth_bytes_per_s == 1e6
+        with pytest.raises(RemoteProtocolError, match="n0 reported a link"):
+            nodes.survey.observe("n0", {"n1": LinkProfile(bandwidth_bytes_per_s=-1, rtt_s=0)})
+
+    asyncio.run(run())

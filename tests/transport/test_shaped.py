@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from tests.kits.transport_kit import Net
 
 from fusionllm.errors import LinkBroken, LocalProtocolError
+from fusionllm.node.probe import measure_link
+from fusionllm.protocol.messages import Peer, Probe
 from fusionllm.protocol.session import SessionConfig
 from fusionllm.transport import LinkShape
 from fusionllm.transport.memory import MemoryHub, MemoryTransport
@@ -187,3 +189,39 @@ def test_endpoints_survive_wires_cut_at_any_byte(cuts, step_bytes, seed):
             assert Counter((meta, payload) for _, meta, payload in node.received) == sent[node.name]
 
     run_virtual(work, step_bytes)
+
+
+@pytest.mark.parametrize(("megabits", "latency_s"), [(8, 0.025), (100, 0.05), (1000, 0.0)])
+def test_the_goodput_of_traffic_is_the_rate_of_the_link(megabits, latency_s):
+    rate = megabits * 1e6 / 8
+
+    async def work(net, now, hub):
+        a, b = await net.pair()
+        a.endpoint.shape("b", LinkShape(rate, latency_s))
+        b.endpoint.shape("a", LinkShape(rate, latency_s))
+        assert a.endpoint.stats()["b"].goodput_bytes_per_s is None
+        await asyncio.sleep(5)  # a heartbeat, for the round trip
+        for _ in range(3):
+            for _ in range(4):
+                await a.endpoint.send("b", b"", bytes(1 << 20))
+            await a.endpoint.drain(60)
+            await asyncio.sleep(3)
+        assert a.endpoint.stats()["b"].goodput_bytes_per_s == pytest.approx(rate, rel=0.05)
+
+    run_virtual(work)
+
+
+@pytest.mark.parametrize(("megabits", "latency_s"), [(8, 0.025), (100, 0.05), (1000, 0.005)])
+def test_a_probe_finds_the_rate_and_the_round_trip(megabits, latency_s):
+    rate = megabits * 1e6 / 8
+
+    async def work(net, now, hub):
+        a, b = await net.pair()
+        for end, other in ((a, "b"), (b, "a")):
+            end.endpoint.shape(other, LinkShape(rate, latency_s))
+        probe = Probe(peer="b", address=Peer("", 0), measure=True, num_bytes=16 << 20)
+        found = await measure_link(a.endpoint, probe)
+        assert found.reason == "" and found.profile.rtt_s == pytest.approx(2 * latency_s, rel=0.1, abs=0.001)
+        assert found.profile.bandwidth_bytes_per_s == pytest.approx(rate, rel=0.1)
+
+    run_virtual(work)

@@ -161,6 +161,7 @@ class Broker:
             job = self._jobs.get(message.job)
             if job is not None:
                 if isinstance(message, m.StageDone):
+                    self._survey.observe(name, message.links)
                     known = {job.owner, *job.machine.stage_nodes}
                     job.link_bytes.update({f"{name}->{p}": n for p, n in message.sent_bytes.items() if p in known})
                 await self._perform(job, _step_job(job.machine, name, message))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from fusionllm.broker.planning import Surveyed
 from fusionllm.errors import GraphError, PlanError, RemoteProtocolError
@@ -60,6 +60,15 @@ class Survey:
                     log.warning("%s cannot reach %s: %s", name, message.peer, message.reason)
         except GraphError as error:
             raise RemoteProtocolError(f"{name} reported a {error}") from None
+
+    def observe(self, name: str, links: Mapping[str, LinkProfile]) -> None:
+        """What a job's traffic shows of ways already measured. Raises RemoteProtocolError."""
+        for peer, profile in links.items():
+            if (name, peer) in self._links:
+                try:
+                    self._links[name, peer] = check_link_profile(profile)
+                except GraphError as error:
+                    raise RemoteProtocolError(f"{name} reported a {error}") from None
 
     def forget(self, name: str) -> None:
         """A node is gone; who waits for it waits no longer."""

@@ -17,7 +17,7 @@ from fusionllm.compute import calibrate, warm_up
 from fusionllm.errors import AdmissionError, FusionError, LinkClosed, LinkError, RemoteProtocolError
 from fusionllm.node.join import default_name, expect_peers, join_broker, reach_peers
 from fusionllm.node.options import NodeConfig
-from fusionllm.node.probe import check_probe, let_in, measure_link
+from fusionllm.node.probe import check_probe, let_in, link_profiles, measure_link
 from fusionllm.node.worker import Arrival, Committed, Connected, StageWorker, Stop
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.stage import OWNER
@@ -153,8 +153,9 @@ class NodeAgent:
         def post() -> None:
             out = message
             if isinstance(message, m.StageDone):
-                sent = {peer: stats.bytes_sent for peer, stats in self._endpoint.stats().items()}
-                out = msgspec.structs.replace(message, sent_bytes=sent)
+                stats = self._endpoint.stats()
+                sent = {peer: link.bytes_sent for peer, link in stats.items()}
+                out = msgspec.structs.replace(message, sent_bytes=sent, links=link_profiles(stats))
             task = asyncio.ensure_future(self._channel.send(out))
             task.add_done_callback(lambda t: t.cancelled() or t.exception())
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 
 from fusionllm.errors import FusionError, RemoteProtocolError
 from fusionllm.ir.cluster import NO_WAY, LinkProfile
 from fusionllm.protocol import messages as m
 from fusionllm.transport import Endpoint, PeerAddress
+from fusionllm.transport.wire import LinkStats
 from fusionllm.units import KIB, MIB
 
 #: The most a probe sends at once, and a message of it.
@@ -55,6 +57,15 @@ async def measure_link(endpoint: Endpoint, probe: m.Probe) -> m.Probed:
         return m.Probed(peer=probe.peer, profile=NO_WAY, reason=str(error))
     rate = num_bytes / max(seconds - rtt_s, seconds / 4)
     return m.Probed(peer=probe.peer, profile=LinkProfile(bandwidth_bytes_per_s=rate, rtt_s=rtt_s))
+
+
+def link_profiles(stats: Mapping[str, LinkStats]) -> dict[str, LinkProfile]:
+    """The ways to peers as their traffic shows them."""
+    return {
+        peer: LinkProfile(bandwidth_bytes_per_s=link.goodput_bytes_per_s, rtt_s=link.rtt_s)
+        for peer, link in stats.items()
+        if link.goodput_bytes_per_s is not None and link.rtt_s is not None
+    }
 
 
 async def _send(endpoint: Endpoint, peer: str, num_bytes: int) -> float:

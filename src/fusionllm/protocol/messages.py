@@ -164,6 +164,7 @@ class StageDone(_Message, frozen=True, kw_only=True):
     Attributes:
         square_sum: its share of the squared global norm.
         sent_bytes: peer -> bytes sent to it since the job began.
+        links: peer -> the way to it as the job's own traffic shows it, where that can be told.
     """
 
     job: str
@@ -171,6 +172,7 @@ class StageDone(_Message, frozen=True, kw_only=True):
     seq: int
     square_sum: float
     sent_bytes: dict[str, int] = {}
+    links: dict[str, LinkProfile] = {}
 
 
 class StageFailed(_Message, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from fusionllm.errors import FusionError, LinkBroken, LinkError
 from fusionllm.protocol import session as machine
 from fusionllm.protocol.messages import LinkShape
 from fusionllm.protocol.session import Command, Event, Session
+from fusionllm.transport.goodput import Goodput
 from fusionllm.transport.shaped import ShapedWire
 from fusionllm.transport.wire import LinkStats, PeerAddress, Transport, Wire
 
@@ -61,6 +62,7 @@ class Link:
         self._pumping = False
         self._was_ready = False
         self._bytes_sent = self._bytes_received = 0
+        self._goodput = Goodput()
         self._waiters: set[asyncio.Future[None]] = set()
         self._wireless = asyncio.Event()
         self._ticker = self._loop.call_later(_TICK_S, self._tick)
@@ -72,6 +74,8 @@ class Link:
     def handle(self, event: Event) -> None:
         """Pass an event to the session, perform its commands, and write soon if it wants to."""
         commands = self.session.handle(event)
+        if isinstance(event, machine.Post):
+            self._goodput.queued(self._loop.time())
         if commands:
             self._perform(commands)
         if not self._pumping and self._wire is not None and self.session.wants_write:
@@ -142,6 +146,7 @@ class Link:
             reconnects=max(0, session.wires - 1), resent_bytes=session.outbox.resent_bytes,
             duplicates=session.inbox.duplicates, queued_bytes=session.outbox.queued_bytes,
             rtt_s=session.rtt_s,
+            goodput_bytes_per_s=self._goodput.bytes_per_s(session.rtt_s or 0.0),
         )  # fmt: skip
 
     # --- as the receiver of the wire --------------------------------------------------------------
@@ -151,9 +156,11 @@ class Link:
 
     def received(self, num_bytes: int) -> None:
         self._bytes_received += num_bytes
-        outbox = self.session.outbox
-        delivered = outbox.messages_delivered
-        commands = self.session.handle(machine.Received(num_bytes, self._loop.time()))
+        outbox, now_s = self.session.outbox, self._loop.time()
+        delivered, queued_bytes = outbox.messages_delivered, outbox.queued_bytes
+        commands = self.session.handle(machine.Received(num_bytes, now_s))
+        if outbox.messages_delivered != delivered:
+            self._goodput.delivered(now_s, queued_bytes - outbox.queued_bytes, more=len(outbox) > 0)
         if commands:
             self._perform(commands)
         if not self._pumping and self._wire is not None:

@@ -68,7 +68,10 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Counters of one link since its session began; bytes are whole frames before encryption."""
+    """Counters of one link since its session began; bytes are whole frames before encryption.
+
+    ``goodput_bytes_per_s``: of payload, while any was on its way; None before it can be told.
+    """
 
     up: bool
     bytes_sent: int
@@ -80,6 +83,7 @@ class LinkStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     duplicates: int
     queued_bytes: int
     rtt_s: float | None
+    goodput_bytes_per_s: float | None = None
 
 
 #: Called for each wire that a peer dialled, with the name the peer proved.
