@@ -93,6 +93,8 @@ class CompressionTable(_Table, frozen=True, kw_only=True):
         rule: choose the codec of each link instead, from what was measured: ``deadline`` (just enough that no link is
             waited for), ``adatopk-paper`` or ``uniform-topk`` (with ``ratio``).
         floor: the most lossy codec that ``deadline`` may choose.
+        band: how far the validation loss may rise above its best, in nats, before all links go dense; 0: as far as it
+            likes. A link whose own error runs away goes dense by itself.
         dense_last: share of the last steps that travel dense, so that the model is good without the codecs.
     """
 
@@ -102,6 +104,7 @@ class CompressionTable(_Table, frozen=True, kw_only=True):
     rule: str = ""
     ratio: float = 100.0
     floor: str = "hadamard"
+    band: float = 0.2
     dense_last: float = 0.0
 
 
@@ -346,6 +349,8 @@ def _check_values(config: RunConfig) -> None:
 def _check_compression(table: CompressionTable) -> None:
     if not 0 <= table.dense_last <= 1:
         raise UserError(f"compression.dense_last is {table.dense_last}; it is a share of the steps, from 0 to 1")
+    if table.band < 0:
+        raise UserError(f"compression.band is {table.band}; it must be at least 0")
     if table.rule:
         check_rule(table.rule, table.ratio, table.floor)
         if {table.forward, table.backward} != {str(IDENTITY)}:

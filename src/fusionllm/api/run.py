@@ -30,7 +30,7 @@ from fusionllm.store.manifest import CheckpointMeta
 from fusionllm.store.run_dir import RunDir
 from fusionllm.store.sources import open_source
 from fusionllm.store.tokens import open_tokenizer
-from fusionllm.telemetry.events import Event, Note, StepMetrics
+from fusionllm.telemetry.events import Event, Note, StepMetrics, ValMetrics
 from fusionllm.telemetry.plot import plot_loss
 from fusionllm.telemetry.sinks import Fanout, open_sinks, read_events
 from fusionllm.telemetry.summary import Summary, build_summary, encode_summary
@@ -253,8 +253,16 @@ class Run:
 
     def _evaluate(self, trainer: Trainer, step: int, sinks: Fanout) -> None:
         event = trainer.evaluate(step)
-        if event is not None:
-            self._emit(event, sinks)
+        if event is None:
+            return
+        self._emit(event, sinks)
+        best = min(e.loss for e in self._history if isinstance(e, ValMetrics))
+        band = self._config.compression.band
+        if band and event.coded_loss is not None and not event.loss <= best + band and trainer.travel_dense(step):
+            text = (
+                f"validation loss {event.loss:.4f} is {event.loss - best:.4f} above its best; links go dense from here"
+            )
+            self._emit(Note(step=step, kind="quality", text=text), sinks)
 
     def _checkpoint(self, job: Job, trainer: Trainer, run_dir: RunDir, step: int) -> State:
         state, graph = trainer.fetch_state(), job.captured.graph

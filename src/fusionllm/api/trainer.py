@@ -133,8 +133,15 @@ class Trainer:
                 seconds=now - started,
                 tokens_per_s=step.num_tokens / max(now - started, 1e-9),
                 link_bytes={k: n - self._link_bytes.get(k, 0) for k, n in link_bytes.items()},
+                link_errors=step.commit.link_errors,
             )
             started, self._link_bytes = now, link_bytes
+
+    def travel_dense(self, step: int) -> bool:
+        """Order steps from here on without codecs; False where they are already."""
+        changes = step < self._first_dense
+        self._first_dense = min(self._first_dense, step)
+        return changes
 
     def evaluate(self, step: int) -> ValMetrics | None:
         """Mean loss over the validation rows, nothing changed; None when there are none.

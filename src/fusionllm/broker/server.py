@@ -34,6 +34,7 @@ class _Job:
         self.job, self.owner, self.machine, self.stall_s = job, owner, machine, stall_s
         self.last_progress_s = time.monotonic()
         self.link_bytes: dict[str, int] = {}
+        self.link_errors: dict[str, float] = {}
 
 
 class Broker:
@@ -164,6 +165,10 @@ class Broker:
                     self._survey.observe(name, message.links)
                     known = {job.owner, *job.machine.stage_nodes}
                     job.link_bytes.update({f"{name}->{p}": n for p, n in message.sent_bytes.items() if p in known})
+                    errors = {key.partition(" "): error for key, error in message.errors.items()}
+                    job.link_errors.update(
+                        {f"{name}->{p} {kind}": e for (p, _, kind), e in errors.items() if p in known}
+                    )
                 await self._perform(job, _step_job(job.machine, name, message))
         else:
             raise ProtocolError(f"{name} sent {type(message).__name__}, which only a broker sends")
@@ -242,7 +247,10 @@ class Broker:
                 commit = m.Commit(job=job.job, seq=command.seq, total_norm=command.total_norm)
                 for name in job.machine.stage_nodes:
                     await self._send(name, commit)
-                await self._send(job.owner, msgspec.structs.replace(commit, link_bytes=dict(job.link_bytes)))
+                await self._send(
+                    job.owner,
+                    msgspec.structs.replace(commit, link_bytes=dict(job.link_bytes), link_errors=dict(job.link_errors)),
+                )
             elif isinstance(command, FailJob):
                 log.info("%s failed: %s", job.job, command.reason)  # the owner is told, and says it
                 await self._send(job.owner, m.JobFailed(job=job.job, reason=command.reason))

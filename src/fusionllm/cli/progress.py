@@ -118,6 +118,9 @@ class LiveReporter:
         if summary.link_bytes:
             busiest = sorted(summary.link_bytes.items(), key=lambda item: -item[1])[:6]
             rows.append("bytes per link: " + ", ".join(f"{k} {format_num_bytes(n)}" for k, n in busiest))
+        if summary.link_errors:
+            worst = sorted(summary.link_errors.items(), key=lambda item: -item[1])[:6]
+            rows.append("squared error by codec: " + ", ".join(f"{k} {error:.2g}" for k, error in worst))
         for row in ["", *rows]:
             self._print(row)
         if sample := summary.extra.get("sample"):

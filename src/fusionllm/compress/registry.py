@@ -181,9 +181,10 @@ def remember(
     Needed for ``klt``, whose basis travels with some messages only; other codecs give the memory back. Call
     it before ``decode`` and pass ``Reference(memory=...)``. Raises RemoteProtocolError as ``decode`` does.
     """
-    keep, data = codec_of(spec).remember, _joined(payload)
+    keep = codec_of(spec).remember
     if keep is None:
         return memory
+    data = _joined(payload)
     check_num_bytes(data.nbytes, spec, shape, dtype)
     return keep(data, spec, tuple(shape), dtype, memory)
 

@@ -16,6 +16,7 @@ from fusionllm import compress
 from fusionllm.compute.wire import dtype_name, tensor_from_buffer, tensor_to_bytes
 from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.codec import IDENTITY, CodecSpec, dense_num_bytes, fit_codec, parse_codec
+from fusionllm.node.guard import Guard
 from fusionllm.protocol import messages as m
 
 _DENSE = str(IDENTITY)
@@ -49,6 +50,9 @@ class StageCodecs:
 
     def __init__(self, links: Mapping[int, m.LinkCodecs]) -> None:
         self._links = links
+        self.guard = Guard()
+        # what the receiver of our messages remembers of them
+        self._sent_memories: dict[tuple[str, int, str, str], Mapping[str, torch.Tensor]] = {}
         self._states: dict[tuple[str, int, str, str], compress.CodecState] = {}
         self._memories: dict[tuple[str, int, str], Mapping[str, torch.Tensor]] = {}
         # (seq, microbatch, value, other stage) -> the forward message as this end has it, for its gradient's codec
@@ -60,6 +64,7 @@ class StageCodecs:
     ) -> tuple[str, list[Any]]:  # fmt: skip
         """The codec's name and the payload of a tensor for ``stage``. ``dense``: whatever the link's codec is."""
         link, shape, dtype = self._links.get(stage), tuple(tensor.shape), dtype_name(tensor)
+        dense = dense or self.guard.is_dense((kind, stage))
         spec = IDENTITY if dense else link_spec(kind, link, shape, dtype)
         payload: list[Any] = [tensor_to_bytes(tensor)]
         place = (seq, microbatch_index, key, stage)
@@ -68,9 +73,23 @@ class StageCodecs:
             name = (kind, stage, key, str(spec))
             state = replace(self._states.get(name) or compress.init(spec, shape, dtype), shape=shape)
             spec, payload, self._states[name] = compress.encode_or_dense(tensor, state, reference=reference)
+            if spec != IDENTITY:
+                self._look_at(name, tensor, spec, payload, reference or compress.Reference())
         if kind == "activation" and self._wants_reference(link):
             self._references[place] = self._reference(tensor, spec, payload)
         return str(spec), payload
+
+    def _look_at(
+        self, name: tuple[str, int, str, str], tensor: torch.Tensor, spec: CodecSpec, payload: list[Any],
+        reference: compress.Reference,
+    ) -> None:  # fmt: skip
+        """Keep up with what the receiver remembers; on a sample compare what it will have with what we have."""
+        shape, dtype, way = tuple(tensor.shape), dtype_name(tensor), name[:2]
+        memory = compress.remember(payload, spec, shape, dtype, self._sent_memories.get(name, {}))
+        self._sent_memories[name] = memory
+        if self.guard.wants(way):
+            decoded = compress.decode(payload, spec, shape, dtype, reference=replace(reference, memory=memory))
+            self.guard.note(way, compress.measure_distortion(tensor, decoded, 1).nmse)
 
     def decode(self, source: int, header: m.TensorHeader, payload: bytearray) -> torch.Tensor:
         """The tensor of a message that `check_payload` let in. Raises RemoteProtocolError."""

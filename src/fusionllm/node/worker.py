@@ -265,12 +265,14 @@ class StageWorker(threading.Thread):
                 for n, stages in self.assign.tied.items()
             }
         )
+        names = self.assign.stage_nodes
         self._tell(
             m.StageDone(
                 job=self.assign.job,
                 stage_index=self.assign.stage_index,
                 seq=command.order.seq,
                 square_sum=self._stage.grad_square_sum(),
+                errors={f"{names[k]} {kind}": error for (kind, k), error in self._codecs.guard.errors.items()},
             )
         )
 

@@ -165,6 +165,7 @@ class StageDone(_Message, frozen=True, kw_only=True):
         square_sum: its share of the squared global norm.
         sent_bytes: peer -> bytes sent to it since the job began.
         links: peer -> the way to it as the job's own traffic shows it, where that can be told.
+        errors: ``"peer kind"`` -> squared error, over the square, of the last message of that kind looked at.
     """
 
     job: str
@@ -173,6 +174,7 @@ class StageDone(_Message, frozen=True, kw_only=True):
     square_sum: float
     sent_bytes: dict[str, int] = {}
     links: dict[str, LinkProfile] = {}
+    errors: dict[str, float] = {}
 
 
 class StageFailed(_Message, frozen=True, kw_only=True):
@@ -268,12 +270,17 @@ class Start(_Message, frozen=True, kw_only=True):
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """All stages update now. ``link_bytes``: ``"a->b"`` -> bytes since the job began (to the owner only)."""
+    """All stages update now.
+
+    To the owner only: ``link_bytes``, ``"a->b"`` -> bytes since the job began; ``link_errors``, ``"a->b kind"`` -> the
+    squared error of its codec.
+    """
 
     job: str
     seq: int
     total_norm: float
     link_bytes: dict[str, int] = {}
+    link_errors: dict[str, float] = {}
 
 
 class JobFailed(_Message, frozen=True, kw_only=True):

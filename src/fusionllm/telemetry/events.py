@@ -30,6 +30,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         elapsed_s: wall time since training began, without the time before a resume.
         tokens_per_s: tokens / seconds.
         link_bytes: bytes sent over each link in this step, ``"n0->n1"`` -> bytes.
+        link_errors: what codecs did to the last messages looked at, ``"n0->n1 activation"`` -> squared error over the
+            square; 0 is perfect.
     """
 
     step: int
@@ -41,6 +43,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     elapsed_s: float = 0.0
     tokens_per_s: float = 0.0
     link_bytes: dict[str, int] = {}
+    link_errors: dict[str, float] = {}
 
 
 class ValMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="val"):

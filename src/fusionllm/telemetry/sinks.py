@@ -139,6 +139,8 @@ def _scalars(event: StepMetrics | ValMetrics) -> Iterable[tuple[str, float]]:
     yield "speed/step_s", event.seconds
     for link, num_bytes in event.link_bytes.items():
         yield f"link_bytes/{link.replace('->', '_to_')}", num_bytes
+    for link, error in event.link_errors.items():
+        yield f"link_errors/{link.replace('->', '_to_').replace(' ', '_')}", error
 
 
 def read_events(path: Path) -> list[Event]:

@@ -38,6 +38,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         tokens_per_s: tokens / train_s.
         median_step_s: of a training step.
         link_bytes: link -> bytes sent over it in the whole run.
+        link_errors: link and kind -> squared error of its codec, over the square, when last looked at.
         versions: package -> version, and ``python``.
         extra: JSON values of the caller's.
     """
@@ -56,6 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tokens_per_s: float
     median_step_s: float
     link_bytes: dict[str, int]
+    link_errors: dict[str, float]
     versions: dict[str, str]
     extra: dict[str, Any] = {}
 
@@ -97,6 +99,7 @@ def build_summary(
         tokens_per_s=tokens / train_s if train_s > 0 else 0.0,
         median_step_s=median(event.seconds for event in steps) if steps else 0.0,
         link_bytes=dict(sorted(link_bytes.items())),
+        link_errors=steps[-1].link_errors if steps else {},
         versions=installed_versions() if versions is None else versions,
         extra=extra or {},
     )

@@ -1,0 +1,60 @@
+"""Quality guard: what codecs do to the messages of a stage, looked at now and then, and a way back to dense.
+
+Pure but for a line of log. The sender of a message decodes it again on a sample and compares. When the error of a link
+has run away from what it was in the beginning, the link goes dense for the rest of the job: a message names its codec,
+so its receiver need not be asked. On no path; `node.codecs` feeds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from statistics import median
+
+log = logging.getLogger(__name__)
+
+#: Messages of a link and kind that are looked at: the first few, then one in so many.
+FIRST = 5
+EVERY = 32
+#: Run away: this many looks in a row beyond so many times the beginning's error, and beyond a squared error of 5 %.
+STRIKES = 3
+TIMES = 4.0
+LEAST = 0.05
+
+Way = tuple[str, int]
+
+
+class Guard:
+    """One per stage and job. A way is (kind of message, other stage)."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Way, int] = {}
+        self._first: dict[Way, list[float]] = {}
+        self._strikes: dict[Way, int] = {}
+        self._dense: set[Way] = set()
+        self.errors: dict[Way, float] = {}
+
+    def is_dense(self, way: Way) -> bool:
+        """Whether the way was given up on."""
+        return way in self._dense
+
+    def wants(self, way: Way) -> bool:
+        """Count a message; whether to look at it."""
+        seen = self._seen[way] = self._seen.get(way, -1) + 1
+        return seen < FIRST or seen % EVERY == 0
+
+    def note(self, way: Way, nmse: float) -> None:
+        """Take the error of a message: squared, over its square."""
+        self.errors[way] = nmse
+        first = self._first.setdefault(way, [])
+        if len(first) < FIRST:
+            first.append(nmse)
+            return
+        limit = max(LEAST, TIMES * median(first))
+        self._strikes[way] = 0 if nmse <= limit else self._strikes.get(way, 0) + 1
+        if self._strikes[way] >= STRIKES:
+            self._dense.add(way)
+            kind, stage = way
+            log.warning(
+                "%s to stage %d travels dense from now on: its error by codec is %.2g, it began with %.2g",
+                kind, stage, nmse, median(first),
+            )  # fmt: skip
