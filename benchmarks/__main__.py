@@ -19,6 +19,7 @@ BENCHMARKS = {
     "startup": "benchmarks.startup",
     "codecs": "benchmarks.codecs",
     "planner": "benchmarks.planner",
+    "paper": "benchmarks.paper",
     "convergence": "benchmarks.convergence",
     "capture": "benchmarks.capture",
     "bigmodel": "benchmarks.bigmodel",

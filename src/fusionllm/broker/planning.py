@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import msgspec
 
@@ -12,18 +12,17 @@ from fusionllm.errors import PlanError
 from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.flops import anchored_flops, graph_costs
 from fusionllm.estimate.memory import OPTIMIZER_COPIES
-from fusionllm.ir.codec import IDENTITY
+from fusionllm.ir.codec import IDENTITY, CodecSpec, CodecSpeed, expected_num_bytes, parse_codec
 from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan, StagePlan, tied_params
-from fusionllm.ir.tensor import TensorSpec
 from fusionllm.protocol.membership import Member
 from fusionllm.protocol.messages import Assign, Compression, JobOptions, LinkCodecs, LinkShape, Peer, Planned
-from fusionllm.schedule.coding import LinkRule, backward_codec, coded_step_s, plan_coded
+from fusionllm.schedule.coded import Coded, backward_codec, best_coded, ladder_factors, propose
 from fusionllm.schedule.partition import partition_graph
 from fusionllm.schedule.pipeline import pipeline_name
-from fusionllm.schedule.placement import BASELINES, Cluster, Workload, build_models, link_rates
-from fusionllm.schedule.ratios import LinkLoad, check_rule
+from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Placement
+from fusionllm.schedule.ratios import LADDER, check_rule
 from fusionllm.schedule.workload import StepOptions, build_workload
 
 #: Ways to plan that look at devices and links: the paper's, and ours.
@@ -31,10 +30,15 @@ SURVEYED = ("op-fence", "dp")
 
 
 class Surveyed(msgspec.Struct, frozen=True):
-    """What was measured of the nodes at hand: the cluster in their order, and rates by the name of a node."""
+    """What was measured of the nodes at hand: the cluster in their order; by a node's name rates and codecs' speeds."""
 
     cluster: Cluster
     rates: dict[str, DeviceRates]
+    speeds: dict[str, dict[str, CodecSpeed]] = {}
+
+    def coding(self, spec: CodecSpec, node: NodeModel) -> CodecSpeed | None:
+        """Seconds of a codec on a node, by its core; None where that was not measured."""
+        return self.speeds.get(node.name, {}).get(str(spec.core))
 
 
 class PlannedJob(msgspec.Struct, frozen=True):
@@ -45,13 +49,12 @@ class PlannedJob(msgspec.Struct, frozen=True):
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """Nodes in path order and where to cut; ``rates`` [stage][stage], and what the replay says."""
+    """Nodes in path order, where to cut, the codecs of neighbours' links, and what the replay says."""
 
     nodes: tuple[Member, ...]
     boundaries: tuple[int, ...]
     pipeline: str
-    rates: tuple[tuple[float, ...], ...] = ()
-    deadline_s: float = 0.0
+    codecs: tuple[tuple[CodecSpec, CodecSpec], ...]
     step_s: float = 0.0
     others: dict[str, float] = {}
 
@@ -90,7 +93,7 @@ def plan_job(
         tied=tied,
     )
     options = msgspec.structs.replace(options, pipeline=layout.pipeline)
-    codecs = _link_codecs(layout, stages, symbols, options.compression)
+    codecs = _link_codecs(layout.codecs)
     assignments = {
         node.name: Assign(
             job=job,
@@ -123,45 +126,45 @@ def plan_job(
 
 
 def _plain_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], symbols: Mapping[str, int]) -> _Layout:
+    """As asked, nothing measured: the codecs set by hand, on links between fences or on all."""
     costs = anchored_flops(graph, symbols)
     boundaries = partition_graph(graph, len(nodes), options.partition, symbols, costs=costs)
-    return _Layout(tuple(nodes), tuple(boundaries), options.pipeline)
+    return _Layout(tuple(nodes), tuple(boundaries), options.pipeline, _codecs_by_hand(nodes, options.compression))
 
 
 def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], surveyed: Surveyed) -> _Layout:
-    cluster, base = surveyed.cluster, options.pipeline.partition(":")[0]
+    cluster, base, compression = surveyed.cluster, options.pipeline.partition(":")[0], options.compression
     step = StepOptions(
         microbatch_size=options.microbatch_size, num_microbatches=options.num_microbatches, pipeline=base,
         precision="float32", optimizer=_optimizer(options.optim),
     )  # fmt: skip
-    workload = build_workload(graph, step, surveyed.rates)
-    rule = _rule(options.compression)
-    ranked = plan_coded(workload, cluster, rule)
-    if options.partition == "dp":
-        placement, step_s = ranked[0].placement, ranked[0].step_s
-    else:
-        placement = BASELINES[options.partition](workload, cluster)
-        step_s = coded_step_s(workload, cluster, placement, rule)
-    stages, _ = build_models(workload, cluster, placement)
-    rates = link_rates(cluster)
-    return _Layout(
-        nodes=tuple(nodes[i] for i in placement.nodes),
-        boundaries=placement.boundaries,
-        pipeline=pipeline_name(base, placement.depths),
-        rates=tuple(tuple(float(rates[a, b]) for b in placement.nodes) for a in placement.nodes),
-        deadline_s=max(stage.forward_s + stage.backward_s for stage in stages),
-        step_s=step_s,
-        others={"dp": ranked[0].step_s, **_baseline_steps(workload, cluster, rule)},
-    )
+    workload, ladder = build_workload(graph, step, surveyed.rates), _ladder(compression)
 
+    def code(placements: Iterable[Placement]) -> Coded:
+        return best_coded(
+            placements, compression.rule, workload, cluster, ratio=compression.ratio, coding=surveyed.coding,
+            ladder=ladder, slow_only=compression.links == "slow",
+        )  # fmt: skip
 
-def _baseline_steps(workload: Workload, cluster: Cluster, rule: LinkRule | None) -> dict[str, float]:
-    """Seconds of a step of each baseline that fits."""
-    steps = {}
+    factors = ladder_factors(workload, ladder) if compression.rule else [1.0]
+    found = {"dp": code(propose(workload, cluster, factors))}
     for method, place in BASELINES.items():
         with suppress(PlanError):
-            steps[method] = coded_step_s(workload, cluster, place(workload, cluster), rule)
-    return steps
+            found[method] = code([place(workload, cluster)])
+    if options.partition not in found:
+        raise PlanError(f"{options.partition} finds no plan that fits these nodes' memory; dp does")
+    best = found[options.partition]
+    chosen = tuple(nodes[i] for i in best.placement.nodes)
+    return _Layout(
+        nodes=chosen,
+        boundaries=best.placement.boundaries,
+        pipeline=pipeline_name(base, best.placement.depths),
+        codecs=tuple((out, backward_codec(back)) for out, back in best.codecs)
+        if compression.rule
+        else _codecs_by_hand(chosen, compression),
+        step_s=best.step_s,
+        others={method: coded.step_s for method, coded in found.items()},
+    )
 
 
 class _OptimizerName(msgspec.Struct):
@@ -177,52 +180,32 @@ def _optimizer(optim: bytes) -> str:
     return name if name in OPTIMIZER_COPIES else "adamw"
 
 
-def _rule(compression: Compression) -> LinkRule | None:
+def _ladder(compression: Compression) -> tuple[CodecSpec, ...]:
     if not compression.rule:
-        return None
+        return LADDER[:1]
     check_rule(compression.rule, compression.ratio, compression.floor)
-    return LinkRule(
-        name=compression.rule, ratio=compression.ratio, floor=compression.floor, slow_only=compression.links == "slow"
-    )
+    return LADDER[: [*map(str, LADDER)].index(compression.floor) + 1]
 
 
-def _link_codecs(
-    layout: _Layout, stages: Sequence[OpGraph], symbols: Mapping[str, int], compression: Compression
-) -> dict[tuple[int, int], LinkCodecs]:
-    """The codecs of pairs of stages, the earlier one first, between which anything is to be compressed."""
-    nodes = layout.nodes
-    pairs = [
-        (j, k)
-        for j, k in combinations(range(len(stages)), 2)
-        if (compression.links == "all" or nodes[j].fence != nodes[k].fence) and _crossing(stages[j], stages[k])
-    ]
-    rule = _rule(compression)
-    if rule is None:
-        codecs = [LinkCodecs(compression.forward, compression.backward)] * len(pairs)
-    else:
-        there, back = ([_load(layout, stages, symbols, j, k, w) for j, k in pairs] for w in (True, False))
-        out, home = rule.choose(there, layout.deadline_s), rule.choose(back, layout.deadline_s)
-        codecs = [LinkCodecs(str(a), str(backward_codec(b))) for a, b in zip(out, home)]
-    dense = LinkCodecs(str(IDENTITY), str(IDENTITY))
-    return {pair: link for pair, link in zip(pairs, codecs) if link != dense}
+def _codecs_by_hand(nodes: Sequence[Member], compression: Compression) -> tuple[tuple[CodecSpec, CodecSpec], ...]:
+    codecs = parse_codec(compression.forward), parse_codec(compression.backward)
+    every = compression.links == "all"
+    return tuple(codecs if every or a.fence != b.fence else (IDENTITY, IDENTITY) for a, b in pairwise(nodes))
 
 
-def _crossing(sender: OpGraph, receiver: OpGraph) -> list[TensorSpec]:
-    """Floating-point values that one stage sends another."""
-    return [v.spec for v in receiver.recv if v.id in sender.send and v.spec.is_float]
+def _link_codecs(codecs: Sequence[tuple[CodecSpec, CodecSpec]]) -> dict[tuple[int, int], LinkCodecs]:
+    """Of every pair of stages, the earlier one first, what is not dense: the smallest codecs on the way."""
+    found = {}
+    for j, k in combinations(range(len(codecs) + 1), 2):
+        out, back = (min((pair[way] for pair in codecs[j:k]), key=_share) for way in (0, 1))
+        if (out, back) != (IDENTITY, IDENTITY):
+            found[j, k] = LinkCodecs(str(out), str(back))
+    return found
 
 
-def _load(
-    layout: _Layout, stages: Sequence[OpGraph], symbols: Mapping[str, int], j: int, k: int, forward: bool
-) -> LinkLoad:
-    """What crosses between two stages, as its largest value on a link that is slower by what else crosses."""
-    specs = _crossing(stages[j], stages[k])
-    sizes = [spec.num_bytes(symbols) for spec in specs]
-    largest = specs[sizes.index(max(sizes))]
-    rate = layout.rates[j][k] if forward else layout.rates[k][j]
-    return LinkLoad(
-        shape=largest.concrete(symbols), dtype=largest.dtype, bandwidth_bytes_per_s=rate * max(sizes) / sum(sizes)
-    )
+def _share(spec: CodecSpec) -> float:
+    """Bytes of a message of usual size."""
+    return expected_num_bytes(spec, (128, 1024), "float32")
 
 
 def _stage_plan(index: int, node: Member, stage: OpGraph, symbols: dict[str, int], edges: list[int]) -> StagePlan:

@@ -96,12 +96,12 @@ class Survey:
 
     def view(self, nodes: Sequence[Member]) -> Surveyed:
         """These nodes in numbers. Raises PlanError naming one that could not be measured."""
-        models, rates = [], {}
+        models, rates, speeds = [], {}, {}
         for node in nodes:
             profile = self._devices.get(node.name)
             if profile is None:
                 raise PlanError(f"{node.name} has not measured its device; look into its log, or let it join again")
-            rates[node.name] = fit_rates(profile.samples)
+            rates[node.name], speeds[node.name] = fit_rates(profile.samples), profile.codecs
             models.append(
                 NodeModel(
                     name=node.name, flops_per_s=rates[node.name].matmul, memory_bytes=profile.memory_bytes,
@@ -114,7 +114,7 @@ class Survey:
             bandwidth_bytes_per_s=tuple(tuple(link.bandwidth_bytes_per_s for link in row) for row in links),
             latency_s=tuple(tuple(link.rtt_s / 2 for link in row) for row in links),
         )
-        return Surveyed(cluster, rates)
+        return Surveyed(cluster, rates, speeds)
 
     def link(self, a: Member, b: Member, nodes: Sequence[Member]) -> LinkProfile:
         """Measured from ``a`` to ``b``, or inferred from a measured pair of ``nodes`` between the same fences."""

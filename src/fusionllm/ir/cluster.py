@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from fusionllm.errors import GraphError
+from fusionllm.ir.codec import CodecSpeed
 
 #: Kinds of operators that take their time differently.
 OpKind = Literal["matmul", "attention", "convolution", "memory"]
@@ -31,11 +32,13 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         device: its name, for people. memory_bytes: free for a job, above zero.
+        codecs: what coding takes there, by a codec's text.
     """
 
     device: str
     memory_bytes: float
     samples: tuple[Sample, ...]
+    codecs: dict[str, CodecSpeed] = {}
 
 
 class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +67,10 @@ def check_node_profile(profile: NodeProfile) -> NodeProfile:
         numbers = (sample.flops, sample.moved_bytes, sample.seconds)
         if not all(isfinite(x) and x >= 0 for x in numbers) or sample.seconds <= 0:
             raise GraphError(f"calibration sample {sample}: FLOPs and bytes are finite and >= 0, seconds above 0")
+    for text, speed in profile.codecs.items():
+        numbers = (speed.encode_s_per_element, speed.decode_s_per_element, speed.overhead_s)
+        if len(profile.codecs) > MAX_SAMPLES or not all(isfinite(x) and x >= 0 for x in numbers):
+            raise GraphError(f"device whose codec {text[:40]!r} takes {speed}")
     return profile
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from fusionllm.compute import calibrate, warm_up
+from fusionllm.compute import warm_up
 from fusionllm.errors import AdmissionError, FusionError, LinkClosed, LinkError, RemoteProtocolError
 from fusionllm.node.join import default_name, expect_peers, join_broker, reach_peers
 from fusionllm.node.options import NodeConfig
-from fusionllm.node.probe import check_probe, let_in, link_profiles, measure_link
+from fusionllm.node.probe import check_probe, let_in, link_profiles, measure_device, measure_link
 from fusionllm.node.worker import Arrival, Committed, Connected, StageWorker, Stop
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.stage import OWNER
@@ -103,7 +103,7 @@ class NodeAgent:
             if order.measure:
                 await self._channel.send(await measure_link(self._endpoint, order))
             return
-        profile = await self._loop.run_in_executor(None, calibrate, self.config.backend, self._device)
+        profile = await self._loop.run_in_executor(None, measure_device, self.config.backend, self._device)
         await self._channel.send(m.Calibrated(profile=profile))
 
     # a job

@@ -1,7 +1,7 @@
-"""Probes: what the way to another node can carry, measured with real messages of a real session.
+"""What a node measures: its device, and with real messages of a real session what the way to another can carry.
 
-On the path: Endpoint -> **LinkProfile** -> `schedule`, in the broker. Bounded in bytes and time; the broker sees to it
-that no two probes share a node.
+On the path: device, Endpoint -> **NodeProfile, LinkProfile** -> `schedule`, in the broker. Probes are
+bounded in bytes and time; the broker sees to it that no two of them share a node.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import asyncio
 import os
 from collections.abc import Mapping
 
+import msgspec
+
+from fusionllm.compute import calibrate
 from fusionllm.errors import FusionError, RemoteProtocolError
-from fusionllm.ir.cluster import NO_WAY, LinkProfile
+from fusionllm.ir.cluster import NO_WAY, LinkProfile, NodeProfile
 from fusionllm.protocol import messages as m
+from fusionllm.schedule.ratios import LADDER
 from fusionllm.transport import Endpoint, PeerAddress
 from fusionllm.transport.wire import LinkStats
 from fusionllm.units import KIB, MIB
@@ -40,6 +44,15 @@ def check_probe(peer: str, expected: str, num_bytes: int) -> None:
         raise RemoteProtocolError(f"{peer} sent a probe that the broker did not announce")
     if num_bytes > _PIECE_BYTES:
         raise RemoteProtocolError(f"a probe message of {num_bytes} bytes; they have {_PIECE_BYTES} at most")
+
+
+def measure_device(backend: str, device: str) -> NodeProfile:
+    """What the device does in a second, and the codecs that a rule may choose on it."""
+    from fusionllm.compress import measure_speed  # brings in torch, which a node without it has no use for
+
+    profile = calibrate(backend, device)
+    speeds = {str(spec): measure_speed(spec, repeats=3) for spec in LADDER[1:]}
+    return msgspec.structs.replace(profile, codecs=speeds)
 
 
 async def measure_link(endpoint: Endpoint, probe: m.Probe) -> m.Probed:

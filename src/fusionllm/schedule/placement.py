@@ -29,6 +29,8 @@ from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
 
 #: A backward pass computes the gradients of both operands of each product.
 BACKWARD_OVER_FORWARD = 2.0
+#: How often OP-Fence shifts work away from nodes whose memory is exceeded before it gives up.
+MEMORY_ROUNDS = 12
 
 
 class NodeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -180,10 +182,23 @@ def place_equal_compute(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def place_op_fence(workload: Workload, cluster: Cluster) -> Placement:
-    """All nodes, fence by fence, FLOPs in proportion to speed."""
+    """All nodes, fence by fence, FLOPs in proportion to speed; less for those whose memory that would exceed."""
     order = fence_order(cluster, find_fences(cluster))
+    programs = build_programs(workload.pipeline, len(order), workload.num_microbatches) if len(order) > 1 else []
+    held = most_held(programs) if stages_per_node(workload.pipeline) == 1 else []
+    state, stash = ([0.0, *accumulate(kept)] for kept in (workload.state_bytes, workload.stash_bytes))
     shares = [cluster.nodes[i].flops_per_s for i in order]
-    return Placement(nodes=tuple(order), boundaries=tuple(proportional(workload.cuts, workload.flops, shares)))
+    for _ in range(MEMORY_ROUNDS):
+        boundaries = proportional(workload.cuts, workload.flops, shares)
+        edges = [0, *boundaries, len(workload.flops)]
+        parts = [
+            (state[b] - state[a] + most * (stash[b] - stash[a])) / cluster.nodes[i].memory_bytes
+            for i, most, a, b in zip(order, held, edges, edges[1:])
+        ]
+        if max(parts, default=0.0) <= 1:
+            break
+        shares = [share / (1.05 * part) if part > 1 else share for share, part in zip(shares, parts)]
+    return Placement(nodes=tuple(order), boundaries=tuple(boundaries))
 
 
 #: Placers by the name used in a run's configuration; `schedule.planner` adds ``dp``.
@@ -306,16 +321,21 @@ def stage_memory(
 ) -> list[tuple[float, float, int]]:
     """Per stage: bytes of state, bytes of one microbatch's stash, and the most microbatches it holds at once."""
     edges = [0, *placement.boundaries, len(workload.flops)]
-    most = [0] * len(placement.nodes)
-    for program in programs:
-        held = dict.fromkeys(program.stages, 0)
-        for action in program.actions:
-            held[action.stage_index] += _change(action, program.splits)
-            most[action.stage_index] = max(most[action.stage_index], held[action.stage_index])
     return [
-        (sum(workload.state_bytes[a:b]), sum(workload.stash_bytes[a:b]), most[k])
-        for k, (a, b) in enumerate(zip(edges, edges[1:]))
+        (sum(workload.state_bytes[a:b]), sum(workload.stash_bytes[a:b]), most)
+        for most, a, b in zip(most_held(programs), edges, edges[1:])
     ]
+
+
+def most_held(programs: Sequence[StageProgram]) -> list[int]:
+    """Per stage, the most microbatches of which something is kept at once."""
+    most: dict[int, int] = {}
+    for program in programs:
+        held, splits = dict.fromkeys(program.stages, 0), program.splits
+        for action in program.actions:
+            held[action.stage_index] += _change(action, splits)
+            most[action.stage_index] = max(most.get(action.stage_index, 0), held[action.stage_index])
+    return [most[stage_index] for stage_index in sorted(most)]
 
 
 def _change(action: Action, splits: bool) -> int:
@@ -328,9 +348,9 @@ def node_memory(workload: Workload, placement: Placement, programs: Sequence[Sta
     needs = stage_memory(workload, placement, programs)
     found = []
     for program in programs:
-        held = most = 0.0
+        held, most, splits = 0.0, 0.0, program.splits
         for action in program.actions:
-            held += _change(action, program.splits) * needs[action.stage_index][1]
+            held += _change(action, splits) * needs[action.stage_index][1]
             most = max(most, held)
         found.append(sum(needs[k][0] for k in program.stages) + most)
     return found

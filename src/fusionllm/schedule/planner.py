@@ -46,6 +46,8 @@ MAX_WALKED = 48
 #: Points that local search starts from, on small clusters and on others.
 STARTS = 12
 FEWER_STARTS = 4
+#: On others, starts that take so many times as long as the best one are not worth a search.
+MAX_WORSE = 2.0
 
 
 class Candidate(NamedTuple):
@@ -101,6 +103,8 @@ def place_dp(workload: Workload, cluster: Cluster, others: Sequence[Placement] =
         points += [deeper for point in points for deeper in search.deepened(point, (0.5,))]
     steps = tables.evaluate(points)
     order = [int(i) for i in np.argsort(steps, kind="stable") if np.isfinite(steps[i])]
+    if order and not small:
+        order = [i for i in order if steps[i] <= MAX_WORSE * steps[order[0]]]
     finished: dict[Point, float] = {}
     for index in _diverse(order, points, STARTS if small else FEWER_STARTS):
         step_s, point = search.improve(points[index], float(steps[index]))

@@ -1,0 +1,36 @@
+"""Coding: seconds a codec takes on a device nobody measured, from the rate of its memory.
+
+Pure data and one division. On the path: CodecSpec + device -> **CodecSpeed** -> `schedule.coded`. Codecs are bound by
+memory. The bytes below keep the proportions that were measured on a CPU (docs/codecs.md), where a cast, which reads 4
+and writes 2 bytes per element, took 7 ms: an ASSUMPTION for other devices until `compress.measure_speed` replaces it.
+"""
+
+from __future__ import annotations
+
+from fusionllm.estimate.library import DEVICES, LAMBDA_MEMORY, LAUNCH_S
+from fusionllm.ir.codec import CodecSpec, CodecSpeed
+
+#: Bytes of memory traffic per element to encode and to decode.
+TRAFFIC = {
+    "identity": (0.0, 0.0),
+    "cast": (6.0, 1.0),
+    "int8": (16.0, 2.0),
+    "int4": (17.0, 3.5),
+    "fp8": (13.0, 17.0),
+    "hadamard": (33.0, 21.0),
+    "outlier": (47.0, 24.0),
+    "topk": (28.0, 9.0),
+    "topk-paper": (17.0, 3.5),
+    "klt": (107.0, 54.0),
+}
+#: Operators that a codec runs, each launched by itself.
+LAUNCHES = 10
+
+
+def assumed_speed(spec: CodecSpec, device: str) -> CodecSpeed | None:
+    """Of a known device; None for one that is not, and for a codec that nobody measured."""
+    known, traffic = DEVICES.get(device), TRAFFIC.get(spec.core.name)
+    if known is None or traffic is None:
+        return None
+    rate = known.bytes_per_s * LAMBDA_MEMORY
+    return CodecSpeed(traffic[0] / rate, traffic[1] / rate, LAUNCHES * LAUNCH_S)

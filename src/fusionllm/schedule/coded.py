@@ -1,0 +1,250 @@
+"""Coded: codecs on the links of a placement, what they change, and nodes, cuts and codecs chosen together.
+
+Pure decision. On the path: Workload + Cluster + rule of `schedule.ratios` -> **Coded** -> Plan. The planner knows bytes
+and no codecs, so it plans once for what crosses at each size of the ladder; every placement found is then given codecs
+link by link and replayed with them, bytes and the time of coding both. Coding keeps the device of its stage busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from fusionllm.errors import PlanError
+from fusionllm.ir.codec import (
+    IDENTITY,
+    CodecSpec,
+    CodecSpeed,
+    codec_spec,
+    dense_num_bytes,
+    expected_num_bytes,
+    fit_codec,
+)
+from fusionllm.ir.cuts import Cut
+from fusionllm.ir.tensor import DTYPES
+from fusionllm.schedule.pipeline import build_programs, pipeline_name
+from fusionllm.schedule.placement import (
+    Cluster,
+    NodeModel,
+    Placement,
+    Workload,
+    build_models,
+    check_memory,
+    find_fences,
+    link_rates,
+)
+from fusionllm.schedule.planner import plan_placement
+from fusionllm.schedule.ratios import LADDER, LinkLoad, choose_codecs, deadline
+from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
+
+#: Seconds of a codec on a node per element, or None where they do not count.
+Coding = Callable[[CodecSpec, NodeModel], CodecSpeed | None]
+#: Placements of each size of what crosses that are given codecs.
+KEPT_PER_SIZE = 3
+#: A plan this much faster is worth a lossier codec.
+WORTH = 0.01
+#: Parts of the busiest stage's time tried as the deadline: where memory bounds what is in flight, a link that keeps
+#: just up is still waited for.
+DEADLINES = (1.0, 0.5, 0.25, 0.1)
+
+
+class Coded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A placement and the codecs of its links, forward and backward, with the seconds of a step as replayed."""
+
+    placement: Placement
+    codecs: tuple[tuple[CodecSpec, CodecSpec], ...]
+    step_s: float
+
+    @property
+    def loss(self) -> tuple[int, int]:
+        """How far down the ladder the lossiest link is (a codec not on it: below), and how many lose something."""
+        specs = [spec for pair in self.codecs for spec in pair]
+        rungs = [LADDER.index(spec) if spec in LADDER else len(LADDER) for spec in specs]
+        return max(rungs, default=0), sum(rung > 0 for rung in rungs)
+
+
+def link_loads(workload: Workload, cluster: Cluster, placement: Placement) -> list[tuple[LinkLoad, LinkLoad]]:
+    """What crosses each link, forward and backward, as rows of the width that the workload gives for the cut."""
+    at = {cut.boundary: k for k, cut in enumerate(workload.cuts)}
+    rate, size = link_rates(cluster), DTYPES[workload.wire_dtype]
+    found = []
+    for a, b, boundary in zip(placement.nodes, placement.nodes[1:], placement.boundaries):
+        k = at[boundary]
+        numel = max(1, workload.cuts[k].num_bytes // size)
+        width = min(numel, workload.widths[k] if workload.widths else numel)
+        shape = (max(1, numel // width), width)
+        found.append(
+            (
+                LinkLoad(shape=shape, dtype=workload.wire_dtype, bandwidth_bytes_per_s=float(rate[a, b])),
+                LinkLoad(shape=shape, dtype=workload.wire_dtype, bandwidth_bytes_per_s=float(rate[b, a])),
+            )
+        )
+    return found
+
+
+def give_codecs(
+    rule: str,
+    workload: Workload,
+    cluster: Cluster,
+    placement: Placement,
+    ratio: float = 1.0,
+    *,
+    ladder: Sequence[CodecSpec] = LADDER,
+    slow_only: bool = False,
+) -> tuple[tuple[CodecSpec, CodecSpec], ...]:
+    """Codecs by a rule of `schedule.ratios`; for ``deadline`` the ratio is a part of the busiest stage's time.
+
+    With ``slow_only`` links inside a fence stay dense.
+    """
+    pairs = link_loads(workload, cluster, placement)
+    fence = {i: k for k, members in enumerate(find_fences(cluster)) for i in members}
+    hops = enumerate(zip(placement.nodes, placement.nodes[1:]))
+    coded = [k for k, (a, b) in hops if not slow_only or fence[a] != fence[b]]
+    loads = [load for k in coded for load in pairs[k]]
+    if any(load.bandwidth_bytes_per_s <= 0 for pair in pairs for load in pair):
+        raise PlanError("a link with a rate that is not above zero; leave its nodes out or measure again")
+    if rule == "deadline":
+        stages, _ = build_models(workload, cluster, placement)
+        deadline_s = ratio * max(stage.forward_s + stage.backward_s for stage in stages)
+        chosen = deadline(loads, deadline_s, ladder)
+    else:
+        chosen = choose_codecs(rule, loads, ratio)
+    found = list(_dense(placement))
+    for k, out, back in zip(coded, chosen[::2], chosen[1::2]):
+        found[k] = (out, back)
+    return tuple(found)
+
+
+def replay_coded(
+    workload: Workload,
+    cluster: Cluster,
+    placement: Placement,
+    codecs: Sequence[tuple[CodecSpec, CodecSpec]],
+    coding: Coding | None = None,
+) -> Timeline:
+    """One step with these codecs on the links. Raises PlanError when a link is missing or memory is short."""
+    name = pipeline_name(workload.pipeline, placement.depths)
+    programs = build_programs(name, len(placement.nodes), workload.num_microbatches)
+    check_memory(workload, cluster, placement, programs)
+    stages, links = build_models(workload, cluster, placement)
+    loads = link_loads(workload, cluster, placement)
+    for k, (pair, (out, back)) in enumerate(zip(loads, codecs)):
+        sender, receiver = (cluster.nodes[placement.nodes[k + i]] for i in (0, 1))
+        links[k] = _coded_link(links[k], pair, out, back)
+        for spec, load, stage_index, forward in ((out, pair[0], k, True), (back, pair[1], k + 1, False)):
+            ends = (sender, receiver) if forward else (receiver, sender)
+            encode_s, decode_s = _coding_seconds(spec, load, ends, coding)
+            other = k + 1 if forward else k
+            stages[stage_index] = _longer(stages[stage_index], encode_s, forward)
+            stages[other] = _longer(stages[other], decode_s, forward)
+    return replay(programs, stages, links)
+
+
+def _coded_link(link: LinkModel, loads: tuple[LinkLoad, LinkLoad], out: CodecSpec, back: CodecSpec) -> LinkModel:
+    def wire(load: LinkLoad, spec: CodecSpec, dense: float) -> float:
+        if spec == IDENTITY:
+            return dense
+        return dense * expected_num_bytes(spec, load.shape, load.dtype) / dense_num_bytes(load.shape, load.dtype)
+
+    return msgspec.structs.replace(
+        link,
+        forward_bytes=wire(loads[0], out, link.forward_bytes),
+        backward_bytes=wire(loads[1], back, link.backward_bytes),
+    )
+
+
+def _coding_seconds(
+    spec: CodecSpec, load: LinkLoad, ends: tuple[NodeModel, NodeModel], coding: Coding | None
+) -> tuple[float, float]:
+    """To encode at the sender and to decode at the receiver."""
+    if coding is None or spec == IDENTITY:
+        return 0.0, 0.0
+    numel = load.shape[0] * load.shape[1]
+    sender, receiver = coding(spec, ends[0]), coding(spec, ends[1])
+    return sender.encode_s(numel) if sender else 0.0, receiver.decode_s(numel) if receiver else 0.0
+
+
+def _longer(stage: StageModel, seconds: float, forward: bool) -> StageModel:
+    if forward:
+        return msgspec.structs.replace(stage, forward_s=stage.forward_s + seconds)
+    return msgspec.structs.replace(stage, backward_s=stage.backward_s + seconds)
+
+
+def scaled_cuts(workload: Workload, factor: float) -> Workload:
+    """The workload with ``factor`` times the bytes at every cut."""
+    cuts = tuple(Cut(cut.boundary, cut.values, max(1, int(cut.num_bytes * factor))) for cut in workload.cuts)
+    return msgspec.structs.replace(workload, cuts=cuts)
+
+
+def ladder_factors(workload: Workload, ladder: Sequence[CodecSpec] = LADDER) -> list[float]:
+    """Bytes on the wire over dense ones, of each codec, for what crosses in the middle of the graph."""
+    middle = len(workload.cuts) // 2
+    width = workload.widths[middle] if workload.widths else 1024
+    shape = (1024, width)
+    dense = dense_num_bytes(shape, workload.wire_dtype)
+    fitted = [fit_codec(spec, shape, workload.wire_dtype) for spec in ladder]
+    return [expected_num_bytes(spec, shape, workload.wire_dtype) / dense for spec in fitted]
+
+
+def propose(workload: Workload, cluster: Cluster, factors: Iterable[float]) -> list[Placement]:
+    """The best placements for each size of what crosses. Raises PlanError when none fits for any."""
+    found: dict[Placement, None] = {}
+    reason: PlanError | None = None
+    for factor in factors:
+        try:
+            ranked = plan_placement(scaled_cuts(workload, factor), cluster)
+        except PlanError as error:
+            reason = error
+            continue
+        found.update(dict.fromkeys(candidate.placement for candidate in ranked[:KEPT_PER_SIZE]))
+    if not found and reason is not None:
+        raise reason
+    return list(found)
+
+
+def best_coded(
+    placements: Iterable[Placement],
+    rule: str,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    ratio: float = 1.0,
+    coding: Coding | None = None,
+    ladder: Sequence[CodecSpec] = LADDER,
+    slow_only: bool = False,
+) -> Coded:
+    """The fastest of the placements under a rule, or one that is hardly slower and loses less.
+
+    Args:
+        rule: of `schedule.ratios`; empty: dense. ratio: of the rules that take one.
+        ladder: what ``deadline`` chooses from. slow_only: links inside a fence stay dense.
+
+    Raises:
+        PlanError: none of them fits.
+    """
+    found: dict[tuple[Placement, tuple[tuple[CodecSpec, CodecSpec], ...]], Coded] = {}
+    for placement in placements:
+        for number in DEADLINES if rule == "deadline" else (ratio,):
+            try:
+                codecs = _dense(placement)
+                if rule:
+                    codecs = give_codecs(rule, workload, cluster, placement, number, ladder=ladder, slow_only=slow_only)
+                if (placement, codecs) not in found:
+                    step_s = replay_coded(workload, cluster, placement, codecs, coding).step_s
+                    found[placement, codecs] = Coded(placement=placement, codecs=codecs, step_s=step_s)
+            except PlanError:
+                break
+    if not found:
+        raise PlanError("none of the placements fits")
+    limit = min(coded.step_s for coded in found.values()) * (1 + WORTH)
+    return min((c for c in found.values() if c.step_s <= limit), key=lambda c: (c.loss, c.step_s))
+
+
+def backward_codec(spec: CodecSpec) -> CodecSpec:
+    """Of the gradients of values coded by ``spec``: rotations keep the radial part exact (docs/codecs.md)."""
+    return codec_spec("tangent", {}, spec) if spec.name == "hadamard" else spec
+
+
+def _dense(placement: Placement) -> tuple[tuple[CodecSpec, CodecSpec], ...]:
+    return ((IDENTITY, IDENTITY),) * len(placement.boundaries)

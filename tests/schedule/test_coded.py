@@ -1,0 +1,87 @@
+"""Codecs on a placement: never more than asked for, counted where they cost, and chosen with nodes and cuts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.schedule.test_planner import instances, make_cluster, make_workload
+
+from fusionllm.errors import PlanError
+from fusionllm.estimate.coding import assumed_speed
+from fusionllm.ir.codec import IDENTITY, CodecSpeed, parse_codec
+from fusionllm.schedule.coded import best_coded, give_codecs, ladder_factors, link_loads, propose, replay_coded
+from fusionllm.schedule.placement import Placement, replay_placement
+from fusionllm.schedule.planner import plan_placement
+
+MIB = 1 << 20
+
+
+def wide(workload):
+    """Cuts of at least a MiB, in rows of 256, so that codecs pay."""
+    cuts = tuple(msgspec.structs.replace(cut, num_bytes=(cut.num_bytes + 1) * MIB) for cut in workload.cuts)
+    return msgspec.structs.replace(workload, cuts=cuts, wire_dtype="float32", widths=(256,) * len(cuts))
+
+
+@settings(deadline=None, max_examples=25)
+@given(instances(3, 6), st.sampled_from(["deadline", "uniform-topk", "adatopk-paper", ""]))
+def test_codecs_only_help_when_they_cost_no_time(instance, rule):
+    workload, cluster = wide(instance[0]), instance[1]
+    cluster = msgspec.structs.replace(
+        cluster, bandwidth_bytes_per_s=tuple(tuple(r * MIB for r in row) for row in cluster.bandwidth_bytes_per_s)
+    )
+    pool = propose(workload, cluster, ladder_factors(workload))
+    best = best_coded(pool, rule, workload, cluster, ratio=100)
+    assert best.step_s == replay_coded(workload, cluster, best.placement, best.codecs).step_s
+    dense = ((IDENTITY, IDENTITY),) * len(best.placement.boundaries)
+    plain = replay_placement(workload, cluster, best.placement).step_s
+    assert replay_coded(workload, cluster, best.placement, dense).step_s == plain
+    if rule == "deadline":
+        assert best.step_s <= plan_placement(workload, cluster)[0].step_s * 1.01 + 1e-9
+        assert best.step_s <= plain * (1 + 1e-9)
+    if rule == "":
+        assert best.codecs == dense and best.loss == (0, 0)
+
+
+def test_a_slow_link_is_compressed_and_a_fast_one_is_not():
+    cluster = make_cluster([1, 1, 1], lambda a, b: MIB * (100 if {a, b} == {0, 1} else 0.5))
+    workload = wide(make_workload([1.0] * 3, [3, 3], num_microbatches=8))
+    placement = Placement(nodes=(0, 1, 2), boundaries=(1, 2))
+    codecs = give_codecs("deadline", workload, cluster, placement)
+    assert codecs[0] == (IDENTITY, IDENTITY)
+    assert IDENTITY not in codecs[1]
+    before = replay_placement(workload, cluster, placement).step_s
+    assert replay_coded(workload, cluster, placement, codecs).step_s < before
+    out, back = link_loads(workload, cluster, placement)[1]
+    assert out.shape == (4 * MIB // 4 // 256, 256) and out.dtype == "float32"
+    assert back.bandwidth_bytes_per_s == 0.5 * MIB
+
+
+def test_the_time_of_coding_counts_on_both_ends():
+    cluster = make_cluster([1, 1], MIB)
+    workload = wide(make_workload([1.0] * 2, [3], num_microbatches=4))
+    placement = Placement(nodes=(0, 1), boundaries=(1,))
+    codecs = ((parse_codec("hadamard"), parse_codec("hadamard")),)
+    free = replay_coded(workload, cluster, placement, codecs)
+    slow = replay_coded(workload, cluster, placement, codecs, lambda spec, node: CodecSpeed(1e-6, 2e-6, 0.5))
+    coding_s = 0.5 + 0.5 + MIB * 3e-6  # a million elements are encoded in one direction and decoded in the other
+    assert slow.busy_s[0] - free.busy_s[0] == pytest.approx(4 * coding_s)
+    assert slow.busy_s[1] - free.busy_s[1] == pytest.approx(4 * coding_s)
+
+
+def test_assumed_speeds_are_of_known_devices():
+    fast, slow = (assumed_speed(parse_codec("hadamard"), name) for name in ("A100 40GB", "RTX 2080 Ti"))
+    assert fast is not None and slow is not None and fast.encode_s(1000) < slow.encode_s(1000)
+    assert assumed_speed(parse_codec("tangent(hadamard)"), "T4") == assumed_speed(parse_codec("hadamard"), "T4")
+    assert assumed_speed(IDENTITY, "abacus") is None
+
+
+def test_what_cannot_be_coded_is_named():
+    workload = wide(make_workload([1.0] * 2, [3]))
+    with pytest.raises(PlanError, match="rate that is not above zero"):
+        give_codecs("deadline", workload, make_cluster([1, 1], 0), Placement(nodes=(0, 1), boundaries=(1,)))
+    with pytest.raises(PlanError, match="no placement on 1 nodes fits"):
+        propose(workload, make_cluster([1], 1, memory_bytes=1.0), [1.0])
+    with pytest.raises(PlanError, match="none of the placements"):
+        best_coded([], "deadline", workload, make_cluster([1], 1))
