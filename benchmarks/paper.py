@@ -32,8 +32,9 @@ from fusionllm.schedule.coded import Coded, best_coded, ladder_factors, propose,
 from fusionllm.schedule.pipeline import AHEAD
 from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Workload, find_fences
 from fusionllm.schedule.planner import plan_placement
+from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.cluster import build_cluster, load_cluster
-from fusionllm.sim.study import StudyOptions, build_workload, select_nodes
+from fusionllm.sim.variants import select_nodes
 
 CLUSTERS = ("paper-24", "paper-48", "paper-48-homes", "eight-cities")
 FOLDER = Path(__file__).parents[1] / "examples" / "clusters"
@@ -86,7 +87,7 @@ def coding(spec: CodecSpec, node: NodeModel) -> CodecSpeed | None:
 
 def workloads(model: Model) -> tuple[Workload, Workload]:
     """With float32 and with bfloat16 on the wire; computed and stashed in bfloat16 either way."""
-    options = StudyOptions(microbatch_size=model.microbatch_size, num_microbatches=model.num_microbatches)
+    options = StepOptions(microbatch_size=model.microbatch_size, num_microbatches=model.num_microbatches)
     half = build_workload(model.graph, msgspec.structs.replace(options, pipeline=AHEAD))
     return msgspec.structs.replace(scaled_cuts(half, 2.0), wire_dtype="float32"), half
 

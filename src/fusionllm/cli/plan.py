@@ -37,6 +37,10 @@ def plan(
         list[str] | None,
         typer.Option("--what-if", help="A change: 'link a-b=1Gbps', 'add 2x RTX 4090 in fence home', 'without home'."),
     ] = None,
+    advice: Annotated[bool, typer.Option(help="Plan again under single changes and say which help most.")] = True,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the step and the cluster.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
 ) -> None:
     """Plan a model on a cluster, predicted from rates: stages, step time against the baselines, who is left out.
@@ -50,7 +54,7 @@ def plan(
     from fusionllm.cli.main import _guard
 
     def work() -> None:
-        from fusionllm.cli.show_plan import read_graph, show_plan
+        from fusionllm.cli.show_plan import Output, read_graph, show_plan
         from fusionllm.schedule.workload import StepOptions
         from fusionllm.sim.cluster import load_cluster
         from fusionllm.sim.what_if import change
@@ -68,6 +72,6 @@ def plan(
             microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,
             precision=precision, optimizer=optimizer,
         )  # fmt: skip
-        show_plan(read_graph(graph_or_run), specs, options, device_model, as_json)
+        show_plan(read_graph(graph_or_run), specs, options, device_model, Output(as_json, svg, advice))
 
     _guard(work)

@@ -6,8 +6,10 @@ A graph that is captured already needs no torch; a run's TOML is captured first.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -15,9 +17,11 @@ from rich.table import Table
 
 from fusionllm.errors import UserError
 from fusionllm.ir.graph import MAX_GRAPH_BYTES, OpGraph, decode_graph
+from fusionllm.schedule.placement import Workload
 from fusionllm.schedule.workload import StepOptions, build_workload
+from fusionllm.sim.advice import advise
 from fusionllm.sim.cluster import ClusterSpec, build_cluster
-from fusionllm.sim.study import Study, study
+from fusionllm.sim.study import Study, best_plan, study
 from fusionllm.units import format_bandwidth, format_duration, format_num_bytes
 
 
@@ -42,14 +46,48 @@ def read_graph(path: Path) -> OpGraph:
     return parse_graph(data.decode(errors="replace"))
 
 
+class Output(NamedTuple):
+    """What to print and draw: JSON in place of text, a picture, and whether to look for helpful changes."""
+
+    as_json: bool = False
+    svg: Path | None = None
+    advice: bool = True
+
+
 def show_plan(
-    graph: OpGraph, specs: dict[str, ClusterSpec], options: StepOptions, device_model: str, as_json: bool
+    graph: OpGraph, specs: dict[str, ClusterSpec], options: StepOptions, device_model: str, output: Output
 ) -> None:
     """Plan on each cluster, the first unchanged, and print. Raises PlanError when the first has no plan."""
-    workload = build_workload(graph, options)
-    studies = {
-        text: study(workload, build_cluster(spec, options.precision, device_model)) for text, spec in specs.items()
-    }
+
+    def rebuild(size: int, count: int) -> Workload:
+        changed = msgspec.structs.replace(options, microbatch_size=size, num_microbatches=count)
+        return build_workload(graph, changed)
+
+    def smaller() -> Iterator[tuple[str, Callable[[], Workload]]]:
+        size, count = options.microbatch_size, options.num_microbatches
+        while size % 2 == 0:
+            size, count = size // 2, count * 2
+            yield f"microbatches of {size}, {count} a step", partial(rebuild, size, count)
+
+    workload = rebuild(options.microbatch_size, options.num_microbatches)
+    clusters = {text: build_cluster(spec, options.precision, device_model) for text, spec in specs.items()}
+    best = best_plan(workload, clusters[""], smaller())
+    studies = {text: study(workload, cluster, best if not text else None) for text, cluster in clusters.items()}
+    if output.advice:
+        found = studies[""]
+        memory = [(stage.memory_bytes, stage.limit_bytes) for stage in found.stages]
+        advice = advise(
+            workload, clusters[""], best.placement, found.step_s, memory, options.microbatch_size, rebuild
+        )  # fmt: skip
+        studies[""] = msgspec.structs.replace(found, advice=advice)
+    if output.svg is not None:
+        from fusionllm.cli.draw_plan import draw_plan
+
+        draw_plan(output.svg, clusters[""], best, studies[""])
+    _print_all(studies, output.as_json)
+
+
+def _print_all(studies: dict[str, Study], as_json: bool) -> None:
     if as_json:
         changed = {text: msgspec.to_builtins(found) for text, found in studies.items() if text}
         print(json.dumps({**msgspec.to_builtins(studies[""]), "what_if": changed}))
@@ -87,6 +125,10 @@ def print_study(console: Console, found: Study) -> None:
         console.print(f"  {name}: {_other(value, found.step_s)}")
     for left in found.left_out:
         console.print(f"left out: {left.count} x {left.device or 'node'} in {left.fence or 'no fence'}: {left.reason}")
+    for one in found.advice:
+        console.print(
+            f"would help: {one.change}: {one.speedup:.2f} x the rows per second, {_seconds(one.step_s)} a step"
+        )
 
 
 def _other(value: Any, step_s: float) -> str:

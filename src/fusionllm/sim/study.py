@@ -6,7 +6,8 @@ shapes; nothing is run. Knows no tensor framework.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,7 +20,6 @@ from fusionllm.schedule.placement import (
     Workload,
     build_models,
     find_fences,
-    node_memory,
     replay_placement,
     stage_memory,
     with_chunks,
@@ -28,8 +28,10 @@ from fusionllm.schedule.placement import (
 from fusionllm.schedule.planner import plan_placement
 from fusionllm.schedule.search import Search
 from fusionllm.schedule.tables import Tables
-from fusionllm.schedule.timeline import StageModel
-from fusionllm.units import format_num_bytes
+from fusionllm.schedule.timeline import StageModel, Timeline
+from fusionllm.sim.advice import Advice
+from fusionllm.sim.misfit import explain_misfit
+from fusionllm.sim.variants import select_nodes
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,16 +83,32 @@ class Study(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     links: tuple[LinkReport, ...]
     others: dict[str, float | str]
     left_out: tuple[LeftOut, ...]
+    advice: tuple[Advice, ...] = ()
 
 
-def study(workload: Workload, cluster: Cluster) -> Study:
-    """Plan and explain. Raises PlanError when nothing fits; the message says what would make it fit."""
+class Best(NamedTuple):
+    """The best placement found, and its step as replayed."""
+
+    placement: Placement
+    line: Timeline
+
+
+def best_plan(workload: Workload, cluster: Cluster, smaller: Iterable[tuple[str, Callable[[], Workload]]] = ()) -> Best:
+    """Plan. ``smaller``: workloads to fall back on, by name, that are mentioned where they would fit.
+
+    Raises:
+        PlanError: nothing fits; the message says which stage lacks what where, and the smallest changes.
+    """
     try:
-        ranked = plan_placement(workload, cluster)
+        best = plan_placement(workload, cluster)[0].placement
     except PlanError as error:
-        raise PlanError(f"{error}. {explain_misfit(workload, cluster)}") from None
-    best = ranked[0].placement
-    line = replay_placement(workload, cluster, best)
+        raise PlanError(f"{error}. {explain_misfit(workload, cluster, smaller)}") from None
+    return Best(best, replay_placement(workload, cluster, best))
+
+
+def study(workload: Workload, cluster: Cluster, found: Best | None = None) -> Study:
+    """Plan, if that was not done, and explain. Raises PlanError as `best_plan` does."""
+    best, line = found or best_plan(workload, cluster)
     fences = [[cluster.nodes[i] for i in fence] for fence in find_fences(cluster)]
     name = pipeline_name(workload.pipeline, best.depths)
     models, _ = build_models(workload, cluster, best)
@@ -180,18 +198,6 @@ def _one_of_each(cluster: Cluster) -> list[int]:
     return list(first.values())
 
 
-def select_nodes(cluster: Cluster, indices: Sequence[int]) -> Cluster:
-    """The cluster of these nodes only. A line in common to all of them stays with those it has."""
-    where = {index: k for k, index in enumerate(indices)}
-    shares = [msgspec.structs.replace(s, nodes=tuple(where[i] for i in s.nodes if i in where)) for s in cluster.shares]
-    return Cluster(
-        nodes=tuple(cluster.nodes[i] for i in indices),
-        bandwidth_bytes_per_s=tuple(tuple(cluster.bandwidth_bytes_per_s[a][b] for b in indices) for a in indices),
-        latency_s=tuple(tuple(cluster.latency_s[a][b] for b in indices) for a in indices),
-        shares=tuple(share for share in shares if share.nodes),
-    )
-
-
 def explain_left_out(workload: Workload, cluster: Cluster, placement: Placement, step_s: float) -> tuple[LeftOut, ...]:
     """Per fence and kind: the step if one such node were taken in too, everything else as near as can be."""
     search = Search(Tables(workload, cluster))
@@ -214,70 +220,3 @@ def explain_left_out(workload: Workload, cluster: Cluster, placement: Placement,
             reason = "one of them taken in gains nothing"
         found.append(LeftOut(count=len(nodes), fence=site, device=device, reason=reason))
     return tuple(found)
-
-
-def explain_misfit(workload: Workload, cluster: Cluster) -> str:
-    """Which stage needs how much where, and the smallest change found that makes a plan fit."""
-    needed, there = sum(workload.state_bytes), sum(node.memory_bytes for node in cluster.nodes)
-    low, high, best = 1.0, 64.0, None
-    while high / low > 1.03:
-        middle = (low * high) ** 0.5
-        try:
-            best, high = plan_placement(workload, _with_memory(cluster, middle))[0].placement, middle
-        except PlanError:
-            low = middle
-    total = (
-        f"State of {format_num_bytes(needed)} stands against {format_num_bytes(there)} on {len(cluster.nodes)} nodes"
-    )
-    if best is None:
-        return f"{total}; even {high:.0f} times the memory would not do: some node has no way to the others"
-    programs = build_programs(pipeline_name(workload.pipeline, best.depths), len(best.nodes), workload.num_microbatches)
-    lacks = [
-        (need - cluster.nodes[best.nodes[k]].memory_bytes, k, need)
-        for k, need in enumerate(node_memory(workload, best, programs))
-    ]
-    over, k, need = max(lacks)
-    node, short = cluster.nodes[best.nodes[k]], sum(max(0.0, lack[0]) for lack in lacks)
-    return (
-        f"{total}. Nearest plan: stage {k} needs {format_num_bytes(need)} on {node.name}, {format_num_bytes(over)} "
-        f"more than it has; smallest change found: {format_num_bytes(short)} more over "
-        f"{sum(lack[0] > 0 for lack in lacks)} nodes"
-        f"{_more_nodes(workload, cluster)}"
-    )
-
-
-def _with_memory(cluster: Cluster, factor: float) -> Cluster:
-    nodes = tuple(msgspec.structs.replace(n, memory_bytes=n.memory_bytes * factor) for n in cluster.nodes)
-    return msgspec.structs.replace(cluster, nodes=nodes)
-
-
-def _more_nodes(workload: Workload, cluster: Cluster) -> str:
-    """``, or 2 more nodes like big0`` where up to four more of the largest node make it fit."""
-    largest = max(range(len(cluster.nodes)), key=lambda i: cluster.nodes[i].memory_bytes)
-    for count in range(1, 5):
-        try:
-            plan_placement(workload, _with_copies(cluster, largest, count))
-        except PlanError:
-            continue
-        return f", or {count} more node{'s' * (count > 1)} like {cluster.nodes[largest].name}"
-    return ""
-
-
-def _with_copies(cluster: Cluster, index: int, count: int) -> Cluster:
-    """The cluster with ``count`` more nodes like one, beside it: linked as its nearest neighbour in its fence is."""
-    old = range(len(cluster.nodes))
-    order = [*old, *[index] * count]
-    rates, node = cluster.bandwidth_bytes_per_s, cluster.nodes[index]
-    near = max(max(rates[index]), 1.0)
-    grown = select_nodes(msgspec.structs.replace(cluster, shares=()), order)
-
-    def rate(a: int, b: int) -> float:
-        return near if order[a] == order[b] == index else grown.bandwidth_bytes_per_s[a][b]
-
-    copies = tuple(msgspec.structs.replace(node, name=f"{node.name}+{k}") for k in range(1, count + 1))
-    size = range(len(order))
-    return msgspec.structs.replace(
-        grown,
-        nodes=(*cluster.nodes, *copies),
-        bandwidth_bytes_per_s=tuple(tuple(rate(a, b) for b in size) for a in size),
-    )

@@ -1,0 +1,50 @@
+"""Variants: clusters like another one, with some nodes only, with more memory, or with more nodes of a kind.
+
+On the path: Cluster -> **Cluster** -> planner, for what `sim.study`, `sim.advice` and `sim.misfit` compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from fusionllm.schedule.placement import Cluster
+
+
+def select_nodes(cluster: Cluster, indices: Sequence[int]) -> Cluster:
+    """The cluster of these nodes only. A line in common to all of them stays with those it has."""
+    where = {index: k for k, index in enumerate(indices)}
+    shares = [msgspec.structs.replace(s, nodes=tuple(where[i] for i in s.nodes if i in where)) for s in cluster.shares]
+    return Cluster(
+        nodes=tuple(cluster.nodes[i] for i in indices),
+        bandwidth_bytes_per_s=tuple(tuple(cluster.bandwidth_bytes_per_s[a][b] for b in indices) for a in indices),
+        latency_s=tuple(tuple(cluster.latency_s[a][b] for b in indices) for a in indices),
+        shares=tuple(share for share in shares if share.nodes),
+    )
+
+
+def with_memory(cluster: Cluster, factor: float) -> Cluster:
+    """``factor`` times the memory on every node."""
+    nodes = tuple(msgspec.structs.replace(n, memory_bytes=n.memory_bytes * factor) for n in cluster.nodes)
+    return msgspec.structs.replace(cluster, nodes=nodes)
+
+
+def with_copies(cluster: Cluster, index: int, count: int) -> Cluster:
+    """The cluster with ``count`` more nodes like one, beside it: linked as its nearest neighbour in its fence is."""
+    old = range(len(cluster.nodes))
+    order = [*old, *[index] * count]
+    rates, node = cluster.bandwidth_bytes_per_s, cluster.nodes[index]
+    near = max(max(rates[index]), 1.0)
+    grown = select_nodes(msgspec.structs.replace(cluster, shares=()), order)
+
+    def rate(a: int, b: int) -> float:
+        return near if order[a] == order[b] == index else grown.bandwidth_bytes_per_s[a][b]
+
+    copies = tuple(msgspec.structs.replace(node, name=f"{node.name}+{k}") for k in range(1, count + 1))
+    size = range(len(order))
+    return msgspec.structs.replace(
+        grown,
+        nodes=(*cluster.nodes, *copies),
+        bandwidth_bytes_per_s=tuple(tuple(rate(a, b) for b in size) for a in size),
+    )
