@@ -190,6 +190,8 @@ def _evaluate(options: Path) -> float:
 class OurCluster(Programs):
     """A broker on the owner's host and a node on every other one, for the block."""
 
+    command = (sys.executable, "-m", "fusionllm.cli.main")
+
     def __enter__(self) -> OurCluster:
         try:
             self._start()
@@ -201,8 +203,7 @@ class OurCluster(Programs):
     def _start(self) -> None:
         self.ticket = ""
         limit(self.bed, False)
-        command, owner = [sys.executable, "-m", "fusionllm.cli.main"], self.bed.scenario.owner.name
-        self._command = command
+        command, owner = self.command, self.bed.scenario.owner.name
         broker = self.start("broker", owner, [*command, "broker", "--advertise", self.bed.address(owner), "--json"])
         assert broker.stdout is not None
         if not select.select([broker.stdout], [], [], START_S)[0]:
@@ -220,7 +221,7 @@ class OurCluster(Programs):
         run = self.folder / f"{name}.toml"
         run.write_text(tomli_w.dumps(config))
         watch = Watch(self.bed, config["train"]["steps"])
-        words = [*self._command, "train", str(run), "--broker", self.ticket, "--json"]
+        words = [*self.command, "train", str(run), "--broker", self.ticket, "--json"]
         self.start(name, self.bed.scenario.owner.name, words)
         try:
             self.follow(name, watch.line, timeout_s)
