@@ -31,8 +31,8 @@ CAST = {"forward": "cast", "backward": "cast"}
 OURS: dict[str, dict[str, dict[str, Any]]] = {
     "ours-dense": {"cluster": {"partition": "equal-number"}},
     "ours-bf16": {"cluster": {"partition": "equal-number"}, "compression": CAST},
-    "ours-paper": {"cluster": {"partition": "planner"}, "compression": {"rule": "adatopk-paper"}},
-    "ours-default": {"cluster": {"partition": "planner"}, "compression": {"rule": "deadline"}},
+    "ours-paper": {"cluster": {"partition": "op-fence"}, "compression": {"rule": "adatopk-paper", "ratio": 100.0}},
+    "ours-default": {"cluster": {"partition": "dp"}, "compression": {"rule": "deadline"}},
 }
 PEERS: dict[str, dict[str, Any]] = {
     "torch-fp32": {"mode": "pipeline", "boundary": "float32"},
@@ -177,26 +177,28 @@ def make_row(name: str, bed: Testbed, args: argparse.Namespace, measured: Measur
         step_s = inner_s + exchange_s / inner
         row |= {"composed": True, "exchange_s": exchange_s}
     else:
-        limit = limit_of(bed, measured, args.microbatches, alone=name == "one-host")
+        limit = limit_of(bed, measured, args.microbatches)
         row |= {"limit_step_s": limit.seconds, "bottleneck": limit.bottleneck}
         rates = {pipe: bed.network.pipes[pipe].rate_bytes_per_s for pipe in slow}
         use = max((n / rates[pipe] / step_s for pipe, n in slow.items()), default=0.0)
         row |= {"bottleneck_link_utilisation": use, "bytes": crossed}
     return row | {
-        "tokens_per_s": tokens / step_s, "step_s": step_s, "steps_s": measured.step_s, "predicted_step_s": None,
+        "tokens_per_s": tokens / step_s, "step_s": step_s, "steps_s": measured.step_s,
+        "predicted_step_s": measured.result.get("extra", {}).get("predicted_step_s"),
+        "plan": measured.plan, "stages": measured.stages,
         "seconds_to_target": None, "val_loss": measured.result.get("val_loss"), "dropped": measured.dropped,
         "cpu_s": measured.cpu_s,
     }  # fmt: skip
 
 
-def limit_of(bed: Testbed, measured: Measured, num_microbatches: int, *, alone: bool) -> Limit:
+def limit_of(bed: Testbed, measured: Measured, num_microbatches: int) -> Limit:
     """The limit of a step, from the processor time and bytes that the method itself used."""
     share = {host.name: host.cpu or 1.0 for host in bed.scenario.nodes}
-    compute_s = {host: seconds / share[host] for host, seconds in measured.cpu_s.items()}
-    if alone:
-        host = max(compute_s, key=lambda name: compute_s[name])
+    compute_s = {host: measured.cpu_s[host] / share[host] for host in measured.stages}
+    if len(measured.stages) == 1:
+        host = measured.stages[0]
         return Limit(compute_s[host], f"host {host}")
-    order = sorted(share, key=lambda name: [host.name for host in bed.scenario.nodes].index(name))
+    order = measured.stages
     ways: list[list[Crossing]] = [[], []]
     for index, (a, b) in enumerate(zip(order, order[1:])):
         for side, (source, target) in enumerate(((a, b), (b, a))):
@@ -225,7 +227,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"{title}, {result['rounds']} rounds of {result['steps']} steps",
         f"{'method':14}{'tokens/s':>9}{'step s':>9}{'limit s':>9}{'of limit':>9}{'link use':>9}{'MB':>8}"
-        f"{'val loss':>10}  bottleneck",
+        f"{'predicted':>10}{'val loss':>10}  bottleneck",
     ]
     for row in result["runs"]:
         if "failed" in row:
@@ -235,6 +237,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"{row['method']:14}{row['tokens_per_s']:9.0f}{row['step_s']:9.2f}"
             + (f"{limit:9.2f}{limit / row['step_s']:9.0%}{use:9.0%}{sent / 1e6:8.2f}" if limit else " " * 35)
+            + (f"{row['predicted_step_s']:10.2f}" if row["predicted_step_s"] else " " * 10)
             + (f"{row['val_loss']:10.4f}" if row["val_loss"] is not None else " " * 10)
             + f"  {row.get('bottleneck', 'composed of ' + str(WARM_STEPS) + '+ inner steps and one exchange')}"
         )

@@ -41,19 +41,21 @@ class Measured:
     Attributes:
         step_s: seconds of each timed step. num_bytes: pipe -> bytes in a step. dropped: packets, all steps.
         cpu_s: host -> processor seconds in a step.
-        result: what the method said at its end.
+        stages: hosts in the order of the pipeline. plan: what a planner said. result: what was said at the end.
     """
 
     step_s: list[float] = field(default_factory=list)
     num_bytes: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
     cpu_s: dict[str, float] = field(default_factory=dict)
+    stages: list[str] = field(default_factory=list)
+    plan: list[str] = field(default_factory=list)
     result: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Watch:
-    """Follows the step lines of a program, sets the limits and reads the counters at the right ones."""
+    """Follows the lines of a program, sets the limits and reads the counters at the right ones."""
 
     bed: Testbed
     num_steps: int
@@ -61,10 +63,18 @@ class Watch:
     _before: tuple[float, dict[str, Any], dict[str, float]] | None = None
 
     def line(self, event: dict[str, Any]) -> None:
-        if event.get("type") in ("exchange", "summary"):
+        kind = event.get("type")
+        if kind in ("exchange", "summary"):
             self.measured.result = event
-        if event.get("type") != "step":
-            return
+        elif kind == "plan":  # measuring for it is over; weights need not travel at the links' rates
+            self.measured.stages = [stage["node"] for stage in event["stages"]]
+            limit(self.bed, False)
+        elif kind == "note" and event["kind"] == "plan":
+            self.measured.plan.append(event["text"])
+        elif kind == "step":
+            self._step(event)
+
+    def _step(self, event: dict[str, Any]) -> None:
         step = event["step"]
         if step == WARM_STEPS:
             limit(self.bed, True)
@@ -163,6 +173,7 @@ def run_peer(bed: Testbed, folder: Path, mode: str, options: dict[str, Any], tim
     file = folder / "options.json"
     file.write_text(json.dumps(options))
     watch = Watch(bed, options["config"]["train"]["steps"])
+    watch.measured.stages = hosts
     if mode == "diloco":  # its exchange comes after the last step and is measured too
         watch._finish = lambda: None  # type: ignore[method-assign]
     limit(bed, False)
@@ -217,10 +228,11 @@ class OurCluster(Programs):
             self.start(host.name, host.name, [*command, *words])
 
     def train(self, name: str, config: dict[str, Any], timeout_s: float) -> Measured:
-        """One run over all nodes. Raises MethodFailed."""
+        """One run over the nodes; what a planner measures it measures under the limits. Raises MethodFailed."""
         run = self.folder / f"{name}.toml"
         run.write_text(tomli_w.dumps(config))
         watch = Watch(self.bed, config["train"]["steps"])
+        limit(self.bed, "rule" in config.get("compression", {}))
         words = [*self.command, "train", str(run), "--broker", self.ticket, "--json"]
         self.start(name, self.bed.scenario.owner.name, words)
         try:
