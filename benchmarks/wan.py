@@ -19,7 +19,9 @@ from typing import Any
 
 import msgspec
 
+from benchmarks import wan_runs
 from benchmarks.wan_limit import Crossing, Limit, step_limit
+from benchmarks.wan_padded import SEQ_LEN
 from benchmarks.wan_runs import SETTLE_STEPS, WARM_STEPS, Measured, MethodFailed, OurCluster, run_peer
 from fusionllm.errors import UserError
 from fusionllm.testbed import Scenario, Testbed, build_scenario, load_scenario, why_unavailable
@@ -32,6 +34,14 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
     "ours-dense": {"cluster": {"partition": "equal-number"}},
     "ours-bf16": {"cluster": {"partition": "equal-number"}, "compression": CAST},
     "ours-paper": {"cluster": {"partition": "op-fence"}, "compression": {"rule": "adatopk-paper", "ratio": 100.0}},
+    "ours-hadamard": {
+        "cluster": {"partition": "equal-number"},
+        "compression": {"forward": "hadamard", "backward": "tangent(hadamard)"},
+    },
+    "ours-klt": {
+        "cluster": {"partition": "equal-number"},
+        "compression": {"forward": "klt", "backward": "tangent(hadamard:bits=1)"},
+    },
     "ours-default": {"cluster": {"partition": "dp"}, "compression": {"rule": "deadline"}},
 }
 PEERS: dict[str, dict[str, Any]] = {
@@ -47,6 +57,8 @@ METHODS = (*PEERS, *OURS)
 def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
     """The run that all methods do: a GPT-2 of 16 M parameters, hand-cut friendly (nothing tied)."""
     data = ROOT / "examples" / "data"
+    if args.emulated:
+        return emulated_config(args, root)
     return {
         "run": {"root": root, "seed": args.seed},
         "model": {
@@ -60,6 +72,23 @@ def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
         "train": {
             "steps": WARM_STEPS + SETTLE_STEPS + args.steps, "global_batch": 4 * args.microbatches,
             "microbatch_size": 4, "pipeline": args.pipeline, "precision": "bfloat16", "eval_batches": 8,
+        },
+        "optimizer": {"name": "adamw", "lr": 1e-3, "schedule": "constant"},
+        "cluster": {"threads": 1},
+        "output": {"sinks": [], "plot": False},
+    }  # fmt: skip
+
+
+def emulated_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
+    """The same for emulated compute: the boundary of GPT-2 XL, one row per microbatch, losses that mean nothing."""
+    data = ROOT / "examples" / "data"
+    return {
+        "run": {"root": root, "seed": args.seed, "base_dir": str(ROOT)},
+        "model": {"source": "python:benchmarks.wan_padded:thin"},
+        "data": {"source": str(data / "shakespeare.txt"), "tokenizer": "bytes", "seq_len": SEQ_LEN},
+        "train": {
+            "steps": WARM_STEPS + SETTLE_STEPS + args.steps, "global_batch": args.microbatches, "microbatch_size": 1,
+            "pipeline": args.pipeline, "eval_batches": 1,
         },
         "optimizer": {"name": "adamw", "lr": 1e-3, "schedule": "constant"},
         "cluster": {"threads": 1},
@@ -87,6 +116,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     if reason := why_unavailable():
         return {"skipped": f"no wide-area network can be made here: {reason}", "runs": []}
     scenario = find_scenario(args.scenario, args.bandwidth)
+    args.emulated = scenario.emulates_compute
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
     with tempfile.TemporaryDirectory() as folder, Testbed(scenario) as bed:
         for index in range(args.rounds):
@@ -96,7 +126,8 @@ def run(argv: list[str]) -> dict[str, Any]:
                 rounds[name].append(row)
     return {
         "scenario": args.scenario, "bandwidth": args.bandwidth, "pipeline": args.pipeline, "rounds": args.rounds,
-        "steps": args.steps, "load": os.getloadavg()[0], "runs": [middle(name, rows) for name, rows in rounds.items()],
+        "steps": args.steps, "emulated_compute": args.emulated, "load": os.getloadavg()[0],
+        "runs": [middle(name, rows) for name, rows in rounds.items()],
     }  # fmt: skip
 
 
@@ -165,7 +196,7 @@ def failed(name: str, reason: str) -> dict[str, Any]:
 
 
 def make_row(name: str, bed: Testbed, args: argparse.Namespace, measured: Measured) -> dict[str, Any]:
-    tokens = args.microbatches * 4 * 128
+    tokens = args.microbatches * (SEQ_LEN if args.emulated else 4 * 128)
     step_s = median(measured.step_s)
     row: dict[str, Any] = {"method": name}
     slow = {pipe: n for pipe, n in measured.num_bytes.items() if bed.network.pipes[pipe].rate_bytes_per_s}
@@ -194,7 +225,8 @@ def make_row(name: str, bed: Testbed, args: argparse.Namespace, measured: Measur
 def limit_of(bed: Testbed, measured: Measured, num_microbatches: int) -> Limit:
     """The limit of a step, from the processor time and bytes that the method itself used."""
     share = {host.name: host.cpu or 1.0 for host in bed.scenario.nodes}
-    compute_s = {host: measured.cpu_s[host] / share[host] for host in measured.stages}
+    padding_s = {host.name: sum(wan_runs.padding_s(host)) * num_microbatches for host in bed.scenario.nodes}
+    compute_s = {host: padding_s[host] or measured.cpu_s[host] / share[host] for host in measured.stages}
     if len(measured.stages) == 1:
         host = measured.stages[0]
         return Limit(compute_s[host], f"host {host}")
@@ -224,8 +256,9 @@ def table(result: dict[str, Any]) -> str:
     if "skipped" in result:
         return f"wan skipped: {result['skipped']}"
     title = f"{result['scenario']} {result['bandwidth']}".strip()
+    emulated = ", compute emulated: losses mean nothing" * result.get("emulated_compute", False)
     lines = [
-        f"{title}, {result['rounds']} rounds of {result['steps']} steps",
+        f"{title}, {result['rounds']} rounds of {result['steps']} steps{emulated}",
         f"{'method':14}{'tokens/s':>9}{'step s':>9}{'limit s':>9}{'of limit':>9}{'link use':>9}{'MB':>8}"
         f"{'predicted':>10}{'val loss':>10}  bottleneck",
     ]

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.plain import plain_optimizer
+from benchmarks.wan_padded import PaddedCut
 from fusionllm.api.config import RunConfig, build_config
 from fusionllm.api.prepare import open_model
 
@@ -75,8 +77,7 @@ class Peer:
         dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.size)
 
     def optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer:
-        o = self.config.optimizer
-        return torch.optim.AdamW(module.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        return plain_optimizer(self.config.optimizer, module)
 
     def batches(self, step: int) -> list[dict[str, torch.Tensor]]:
         train = self.config.train
@@ -116,7 +117,11 @@ def pipeline(peer: Peer) -> None:
 
     peer.join()
     boundary = torch.bfloat16 if peer.options["boundary"] == "bfloat16" else torch.float32
-    module = HandCut(peer.model, peer.rank, peer.size, boundary, peer.config.train.precision)
+    padding_s = tuple(peer.options["padding_s"][peer.rank])
+    if any(padding_s):
+        module: torch.nn.Module = PaddedCut(peer.model, peer.rank, peer.size, boundary, padding_s)
+    else:
+        module = HandCut(peer.model, peer.rank, peer.size, boundary, peer.config.train.precision)
     optimizer = peer.optimizer(module)
     stage = PipelineStage(module, peer.rank, peer.size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=peer.config.num_microbatches, loss_fn=next_token_loss)
@@ -192,7 +197,8 @@ def evaluate(peer: Peer) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=train.precision == "bfloat16"):
         for batch in batches:
             inputs = {name: torch.from_numpy(array) for name, array in batch.items()}
-            losses.append((peer.model(**inputs).loss.item(), len(inputs["labels"])))
+            out = peer.model(**inputs)
+            losses.append((getattr(out, "loss", out).item(), len(inputs["labels"])))
     print(json.dumps({"val_loss": sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)}))
 
 

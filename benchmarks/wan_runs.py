@@ -22,6 +22,8 @@ from typing import Any
 import tomli_w
 
 from fusionllm.testbed import Testbed
+from fusionllm.testbed.scenario import Host
+from fusionllm.units import parse_duration_s
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "wan0"
@@ -169,6 +171,7 @@ def run_peer(bed: Testbed, folder: Path, mode: str, options: dict[str, Any], tim
     options = options | {
         "addresses": [bed.address(host) for host in hosts], "port": PEER_PORT, "device": DEVICE,
         "folder": str(folder), "skip": WARM_STEPS + SETTLE_STEPS,
+        "padding_s": [padding_s(host) for host in bed.scenario.nodes],
     }  # fmt: skip
     file = folder / "options.json"
     file.write_text(json.dumps(options))
@@ -198,6 +201,11 @@ def _evaluate(options: Path) -> float:
     return float(json.loads(done.stdout.splitlines()[-1])["val_loss"])
 
 
+def padding_s(host: Host) -> tuple[float, float]:
+    """Seconds that a microbatch is to take on a host, forward and backward; zeros where compute is real."""
+    return parse_duration_s(host.forward or "0 s"), parse_duration_s(host.backward or "0 s")
+
+
 class OurCluster(Programs):
     """A broker on the owner's host and a node on every other one, for the block."""
 
@@ -225,7 +233,8 @@ class OurCluster(Programs):
         self.ticket = json.loads(line)["ticket"]
         for host in self.bed.scenario.nodes:
             words = ["join", self.ticket, "--name", host.name, "--fence", host.fence, "--device", "cpu"]
-            self.start(host.name, host.name, [*command, *words])
+            padded = [sys.executable, "-m", "benchmarks.wan_padded", *map(str, padding_s(host))]
+            self.start(host.name, host.name, [*(padded if any(padding_s(host)) else command), *words])
 
     def train(self, name: str, config: dict[str, Any], timeout_s: float) -> Measured:
         """One run over the nodes; what a planner measures it measures under the limits. Raises MethodFailed."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import time
 
 import pytest
 import torch
-from benchmarks import wan
+from benchmarks import wan, wan_padded
 from benchmarks.wan_limit import Crossing, step_limit
 from benchmarks.wan_peer import HandCut, Peer, next_token_loss
 
@@ -41,7 +42,7 @@ def test_more_bytes_or_work_never_lower_the_limit():
 
 
 def test_the_model_cut_by_hand_is_the_model():
-    args = argparse.Namespace(seed=1, layers=4, width=48, steps=1, microbatches=4, pipeline="1f1b")
+    args = argparse.Namespace(seed=1, layers=4, width=48, steps=1, microbatches=4, pipeline="1f1b", emulated=False)
     config = wan.run_config(args, "runs")
     config["train"]["precision"] = "float32"
     peer = Peer({"config": config, "addresses": [""] * 2}, 0)
@@ -50,6 +51,22 @@ def test_the_model_cut_by_hand_is_the_model():
     for rank in range(2):
         x = HandCut(peer.model, rank, 2, torch.float32, "float32")(x)
     assert next_token_loss(x, batch["labels"]).item() == pytest.approx(peer.model(**batch).loss.item(), rel=1e-6)
+
+
+def test_the_padded_model_cut_by_hand_is_the_model_and_takes_its_time():
+    torch.manual_seed(0)
+    model, ids = wan_padded.Thin(), torch.randint(0, wan_padded.VOCAB, (1, 64))
+    started = time.perf_counter()
+    x = ids
+    for rank in range(4):
+        x = wan_padded.PaddedCut(model, rank, 4, torch.float32, (0.05, 0.1))(x)
+    loss = next_token_loss(x, ids)
+    assert loss.item() == pytest.approx(model(ids, ids).item(), rel=1e-6)
+    assert time.perf_counter() - started >= 0.2
+    started = time.perf_counter()
+    loss.backward()
+    assert time.perf_counter() - started >= 0.4
+    assert model.parts[0].weight.grad is not None
 
 
 def test_scenarios_are_found_by_name_and_their_rate_can_be_replaced():

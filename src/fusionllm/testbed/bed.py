@@ -74,7 +74,7 @@ class Testbed:
     def __init__(self, scenario: Scenario, name: str = "", *, stay: bool = False) -> None:
         self.scenario, self.name = scenario, name or f"{scenario.name}-{os.getpid()}"
         if NAME.fullmatch(self.name) is None and name:
-            raise UserError(f"the name {name[:80]!r}: use 1 to 24 small letters, digits and dashes")
+            raise UserError(f"the name {name[:80]!r}: use 1 to 24 small letters, digits, dots and dashes")
         self.network: Network = build_network(scenario, self.name)
         self._folder, self._stay = namespaces.BEDS / self.name, stay
         self._groups = Groups(self.name, [host.name for host in scenario.host])

@@ -28,8 +28,9 @@ else:
 MAX_HOSTS = 64
 MAX_FILE_BYTES = 1 << 20
 MAX_DELAY_S = 10.0
+MAX_COMPUTE_S = 60.0
 #: Names become network namespaces, folders and log files.
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,22}[a-z0-9])?")
+NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,22}[a-z0-9])?")
 CONGESTION = ("cubic", "reno", "bbr")
 
 
@@ -48,7 +49,13 @@ class Fence(_Table, frozen=True, kw_only=True):
 
 
 class Host(_Table, frozen=True, kw_only=True):
-    """A machine. ``cpu``: cores it may use once throttled, 0 for all. ``role``: broker and owner run on the owner's."""
+    """A machine.
+
+    Attributes:
+        cpu: cores it may use once throttled, 0 for all.
+        role: broker and owner run on the owner's.
+        forward, backward: what a stage is to take for a microbatch where compute is emulated; programs see to it.
+    """
 
     name: str
     fence: str
@@ -57,6 +64,8 @@ class Host(_Table, frozen=True, kw_only=True):
     uplink: str = ""
     downlink: str = ""
     role: Literal["node", "owner"] = "node"
+    forward: str = ""
+    backward: str = ""
 
 
 class ScenarioLink(_Table, frozen=True, kw_only=True):
@@ -102,6 +111,10 @@ class Scenario(_Table, frozen=True, kw_only=True):
     def owner(self) -> Host:
         """Where broker and owner run: the host with that role, else the first."""
         return next((host for host in self.host if host.role == "owner"), self.host[0])
+
+    @property
+    def emulates_compute(self) -> bool:
+        return any(host.forward or host.backward for host in self.host)
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -152,7 +165,7 @@ def _check_names(scenario: Scenario) -> None:
     fences, hosts = [f.name for f in scenario.fence], [h.name for h in scenario.host]
     for name in (scenario.name, *fences, *hosts):
         if NAME.fullmatch(name) is None:
-            raise UserError(f"the name {name[:80]!r}: use 1 to 24 small letters, digits and dashes")
+            raise UserError(f"the name {name[:80]!r}: use 1 to 24 small letters, digits, dots and dashes")
     if not 1 <= len(hosts) <= MAX_HOSTS:
         raise UserError(f"{len(hosts)} hosts; a scenario has 1 to {MAX_HOSTS}")
     name, times = Counter(fences + hosts).most_common(1)[0]
@@ -185,6 +198,9 @@ def _check_values(scenario: Scenario) -> None:
         if host.memory and parse_num_bytes(host.memory) < 16 << 20:
             raise UserError(f"host {host.name}: memory is {host.memory!r}; no program starts in less than 16 MiB")
         rate_spec(host.uplink), rate_spec(host.downlink)
+        for text in filter(None, (host.forward, host.backward)):
+            if parse_duration_s(text) > MAX_COMPUTE_S:
+                raise UserError(f"host {host.name}: a microbatch takes {text!r}; the most is {MAX_COMPUTE_S:g} s")
     for fence in scenario.fence:
         pair_spec(ScenarioLink(a="", b="", bandwidth=fence.bandwidth, latency=fence.latency), fence.bandwidth)
         rate_spec(fence.uplink), rate_spec(fence.downlink)
