@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import wan_runs
+from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, Limit, step_limit
 from benchmarks.wan_padded import SEQ_LEN
 from benchmarks.wan_runs import SETTLE_STEPS, WARM_STEPS, Measured, MethodFailed, OurCluster, run_peer
@@ -109,6 +110,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--pipeline", default="1f1b-ahead", help="of our rows; torch's are 1F1B")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one method")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--figure", type=Path, help="a file for the picture, e.g. wan.png")
     args = parser.parse_args(argv)
     methods = list(METHODS) if args.methods == "all" else args.methods.split(",")
     if unknown := [name for name in methods if name not in METHODS]:
@@ -124,11 +126,14 @@ def run(argv: list[str]) -> dict[str, Any]:
             part.mkdir()
             for name, row in run_round(bed, part, methods, args):
                 rounds[name].append(row)
-    return {
+    result = {
         "scenario": args.scenario, "bandwidth": args.bandwidth, "pipeline": args.pipeline, "rounds": args.rounds,
         "steps": args.steps, "emulated_compute": args.emulated, "load": os.getloadavg()[0],
         "runs": [middle(name, rows) for name, rows in rounds.items()],
     }  # fmt: skip
+    if args.figure:
+        draw(result, args.figure)
+    return result
 
 
 def find_scenario(name: str, bandwidth: str) -> Scenario:
@@ -274,4 +279,7 @@ def table(result: dict[str, Any]) -> str:
             + (f"{row['val_loss']:10.4f}" if row["val_loss"] is not None else " " * 10)
             + f"  {row.get('bottleneck', 'composed of ' + str(WARM_STEPS) + '+ inner steps and one exchange')}"
         )
+    good = {row["method"]: row["tokens_per_s"] for row in result["runs"] if "failed" not in row}
+    if "one-host" in good and good["one-host"] >= max(good.values()):
+        lines.append("one host alone is fastest here: the links are too slow for a model that fits one host")
     return "\n".join(lines)

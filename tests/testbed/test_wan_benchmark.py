@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from benchmarks import wan, wan_padded
+from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, step_limit
 from benchmarks.wan_peer import HandCut, Peer, next_token_loss
 
@@ -83,3 +84,10 @@ def test_a_row_that_failed_is_reported_with_its_reason():
     row = wan.middle("ours", [{"method": "ours", "step_s": 1.0}, wan.failed("ours", "no route")])
     result = {"scenario": "lan", "bandwidth": "", "rounds": 2, "steps": 3, "runs": [row]}
     assert "failed: no route" in wan.table(result)
+
+
+def test_the_picture(tmp_path):
+    good = {"method": "ours-bf16", "tokens_per_s": 600.0, "step_s": 6.0, "limit_step_s": 5.0}
+    result = {"scenario": "lan", "bandwidth": "", "runs": [good, good | {"limit_step_s": None}, wan.failed("x", "y")]}
+    draw(result, tmp_path / "wan.png")
+    assert (tmp_path / "wan.png").stat().st_size > 5000
