@@ -169,6 +169,15 @@ def test_a_lossy_link_loses_packets_one_by_one_and_each_namespace_has_its_conges
         assert 0.003 < stats.num_dropped / (stats.num_packets + stats.num_dropped) < 0.03
 
 
+@pytest.mark.parametrize("kind", ["preserving", "symmetric"])
+def test_a_host_behind_a_nat_reaches_others_and_is_not_reached(kind):
+    hosts = [{"name": "a0", "fence": "a", "nat": kind}, {"name": "b0", "fence": "b"}]
+    with Testbed(scenario(host=hosts)) as bed:
+        assert goodput(bed, [("a0", "b0")], 3)[0] > 0.9 * 8
+        assert len(round_trips_ms(bed, "a0", "b0", 3)) == 3
+        assert round_trips_ms(bed, "b0", "a0", 3) == []
+
+
 @needs_cpu
 def test_hosts_get_their_share_of_a_core_once_throttled():
     hosts = [{"name": "a0", "fence": "a", "cpu": 0.2}, {"name": "a1", "fence": "a"}]

@@ -31,6 +31,7 @@ import msgspec
 
 from fusionllm.errors import UserError
 from fusionllm.testbed import namespaces
+from fusionllm.testbed.nat import Nat
 from fusionllm.testbed.network import HostAddress, Network
 from fusionllm.testbed.pipe import VNET_BYTES, Pipe, PipeSpec, charged_bytes
 
@@ -73,10 +74,13 @@ class Emulator:
         self._control, self._stdin = control, stdin
         self._stopping = False
         self._fds: dict[int, HostAddress] = {}
+        self._nats: dict[int, Nat] = {}
         self._targets: dict[tuple[int, bytes], tuple[int, Sequence[Pipe]]] = {}
         fds = {host.name: open_tun(host.namespace, network.offload) for host in network.hosts}
         for source in network.hosts:
             self._fds[fds[source.name]] = source
+            if source.nat:
+                self._nats[fds[source.name]] = Nat(source.nat, random.random)
             for target in network.hosts:
                 if source != target:
                     route = [self._pipes[name] for name in network.route(source, target)]
@@ -112,6 +116,8 @@ class Emulator:
                 continue
             found = self._targets.get((fd, packet[VNET_BYTES + 16 : VNET_BYTES + 20]))
             if found is not None:
+                if fd in self._nats:
+                    packet = self._nats[fd].outbound(packet)
                 self._pass(time.monotonic(), found[0], found[1], packet, charged_bytes(packet))
 
     def _pass(self, now_s: float, target: int, pipes: Sequence[Pipe], packet: bytes, num_bytes: int) -> None:
@@ -131,6 +137,11 @@ class Emulator:
             if pipes:
                 self._pass(at_s, target, pipes, packet, num_bytes)
                 continue
+            if target in self._nats:
+                known = self._nats[target].inbound(packet)
+                if known is None:
+                    continue
+                packet = known
             with contextlib.suppress(OSError):  # the host's device is down
                 os.write(target, packet)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from fusionllm.testbed.nat import Kind
 from fusionllm.testbed.pipe import PipeSpec
 from fusionllm.testbed.scenario import Scenario, ScenarioLink, pair_spec, rate_spec
 
@@ -21,6 +22,7 @@ class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
     fence: str
     namespace: str
     address: str
+    nat: Kind = ""
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +56,7 @@ def build_network(scenario: Scenario, bed: str) -> Network:
             name=host.name,
             fence=host.fence,
             namespace=f"{bed}.{host.name}",
+            nat=host.nat,
             address=f"10.88.{index // _HOSTS_PER_NET}.{index % _HOSTS_PER_NET + 1}",
         )
         for index, host in enumerate(scenario.host)

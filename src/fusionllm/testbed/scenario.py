@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from fusionllm.errors import UserError
+from fusionllm.testbed.nat import Kind
 from fusionllm.testbed.pipe import PipeSpec
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
 
@@ -54,6 +55,7 @@ class Host(_Table, frozen=True, kw_only=True):
     Attributes:
         cpu: cores it may use once throttled, 0 for all.
         role: broker and owner run on the owner's.
+        nat: what stands in front of it: nothing, a ``preserving`` NAT, or a ``symmetric`` one.
         forward, backward: what a stage is to take for a microbatch where compute is emulated; programs see to it.
     """
 
@@ -64,6 +66,7 @@ class Host(_Table, frozen=True, kw_only=True):
     uplink: str = ""
     downlink: str = ""
     role: Literal["node", "owner"] = "node"
+    nat: Kind = ""
     forward: str = ""
     backward: str = ""
 
