@@ -23,6 +23,7 @@ BENCHMARKS = {
     "convergence": "benchmarks.convergence",
     "capture": "benchmarks.capture",
     "bigmodel": "benchmarks.bigmodel",
+    "vision": "benchmarks.vision",
     "finetune": "benchmarks.finetune",
     "wan": "benchmarks.wan",
 }

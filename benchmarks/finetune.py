@@ -23,7 +23,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder with weights")
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
     args = parser.parse_args(argv)
     import fusionllm
 

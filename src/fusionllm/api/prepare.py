@@ -20,6 +20,7 @@ from fusionllm.capture.sources import Source, resolve_model
 from fusionllm.compute import OptimConfig, resolve_groups
 from fusionllm.compute.optim import Optimizer
 from fusionllm.errors import UserError
+from fusionllm.ir.modes import with_metrics
 from fusionllm.store.dataset import Dataset, open_dataset
 from fusionllm.store.tensorfile import Blob
 
@@ -30,7 +31,8 @@ class Job:
 
     Attributes:
         config: with what the data settled, such as the size of the vocabulary.
-        graph_hash: identity of ``captured.graph``.
+        captured: the graph has metrics where there are any to count.
+        graph_hash: identity of the graph without them.
         optim: the optimizer with its groups by the names of the graph.
     """
 
@@ -70,6 +72,7 @@ def prepare(
         example = {name: torch.from_numpy(array) for name, array in first.items()}
         captured = capture_module(source.module, example, mode="train")
     graph = captured.graph
+    captured = captured._replace(graph=with_metrics(graph))
     optim = resolve_groups(config.optimizer, graph)
     # torch's own complaints about it, while nothing is started
     Optimizer(optim, {n: torch.zeros([1] * len(p.spec.shape), requires_grad=True) for n, p in graph.params.items()})

@@ -201,12 +201,13 @@ class Run:
         def waiting(message: m.Waiting) -> None:
             self._progress(Note(step=0, kind="waiting", text=f"{message.idle} of {message.needed} nodes are here"))
 
-        planned = link.submit(encode_graph(job.captured.graph), options, config.cluster.join_timeout_s, waiting)
+        graph = job.captured.graph
+        planned = link.submit(encode_graph(graph), options, config.cluster.join_timeout_s, waiting)
         self._progress(planned.plan)
         for text in describe_plan(planned):
             self._progress(Note(step=0, kind="plan", text=text))
         self._predicted_step_s = planned.predicted_step_s
-        return Trainer(config, job.dataset, link, planned, self._stop_wanted), planned.plan
+        return Trainer(config, job.dataset, link, planned, graph.outputs, self._stop_wanted), planned.plan
 
     def _stop_wanted(self) -> bool:
         """Whether to order no more steps; says so the first time."""

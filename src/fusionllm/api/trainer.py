@@ -34,18 +34,31 @@ class State(msgspec.Struct):
 class _Step(msgspec.Struct):
     order: m.StepOrder
     batches: list[dict[str, np.ndarray]]
-    losses: dict[int, float] = msgspec.field(default_factory=dict)
+    outputs: tuple[str, ...]
+    values: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
     commit: m.Commit | None = None
+
+    def take(self, key: str, microbatch_index: int, value: float) -> None:
+        """An output has come: the loss, and in an evaluation the metrics."""
+        if key not in self.outputs or microbatch_index not in range(len(self.order.rows)):
+            raise RemoteProtocolError(f"output {key[:80]!r} of microbatch {microbatch_index}, which nobody asked for")
+        self.values.setdefault(key, {})[microbatch_index] = value
 
     @property
     def complete(self) -> bool:
-        return len(self.losses) == len(self.order.rows) and (self.commit is not None or not self.order.train)
+        count = sum(len(values) for values in self.values.values())
+        return count == len(self.order.rows) * len(self.outputs) and (self.commit is not None or not self.order.train)
 
     @property
     def loss(self) -> float:
         """Mean over the rows; the products and the order of the sum are those of a plain loop."""
-        rows = self.order.rows
-        return float(sum(self.losses[i] * (rows[i] / sum(rows)) for i in range(len(rows))))
+        rows, losses = self.order.rows, self.values[self.outputs[0]]
+        return float(sum(losses[i] * (rows[i] / sum(rows)) for i in range(len(rows))))
+
+    @property
+    def counts(self) -> list[float]:
+        """Sums of the metrics over the microbatches; none when the graph has none."""
+        return [sum(self.values[key].values()) for key in self.outputs[1:]]
 
     @property
     def num_tokens(self) -> int:
@@ -54,13 +67,19 @@ class _Step(msgspec.Struct):
 
 
 class Trainer:
-    """Drives one job. ``stop_wanted`` is asked before every order: True lets the steps under way be the last."""
+    """Drives one job.
+
+    Args:
+        outputs: ids of the graph's outputs: the loss, then the metrics of `ir.modes`, if any.
+        stop_wanted: asked before every order: True lets the steps under way be the last.
+    """
 
     def __init__(
-        self, config: RunConfig, dataset: Dataset, link: OwnerLink, planned: m.Planned, stop_wanted: Callable[[], bool]
-    ) -> None:
+        self, config: RunConfig, dataset: Dataset, link: OwnerLink, planned: m.Planned, outputs: tuple[str, ...],
+        stop_wanted: Callable[[], bool],
+    ) -> None:  # fmt: skip
         self._config, self._dataset, self._link, self._planned = config, dataset, link, planned
-        self._stop_wanted = stop_wanted
+        self._outputs, self._stop_wanted = outputs, stop_wanted
         self._seq = 0
         self._first_dense = round(config.train.steps * (1 - config.compression.dense_last))
         self._link_bytes: dict[str, int] = {}
@@ -144,7 +163,7 @@ class Trainer:
         return changes
 
     def evaluate(self, step: int) -> ValMetrics | None:
-        """Mean loss over the validation rows, nothing changed; None when there are none.
+        """Mean loss and accuracy over the validation rows, nothing changed; None when there are none.
 
         Links send dense, so that it is the loss of the model by itself; where they have codecs, once more with those.
         """
@@ -154,14 +173,15 @@ class Trainer:
         )
         if not batches:
             return None
-        loss, tokens = self._mean_loss(step, batches, dense=True)
-        coded_loss = self._mean_loss(step, batches, dense=False)[0] if self._planned.codecs else None
-        seconds = time.perf_counter() - started
-        return ValMetrics(step=step, loss=loss, coded_loss=coded_loss, tokens=tokens, seconds=seconds)
+        found = self._look(step, batches, dense=True)
+        if self._planned.codecs:
+            coded_loss = self._look(step, batches, dense=False).loss
+            found = msgspec.structs.replace(found, coded_loss=coded_loss)
+        return msgspec.structs.replace(found, seconds=time.perf_counter() - started)
 
-    def _mean_loss(self, step: int, batches: Sequence[dict[str, np.ndarray]], *, dense: bool) -> tuple[float, int]:
-        """(mean loss over the rows, tokens looked at)."""
-        loss = 0.0
+    def _look(self, step: int, batches: Sequence[dict[str, np.ndarray]], *, dense: bool) -> ValMetrics:
+        """Loss and accuracy over the rows of some batches."""
+        loss = correct = counted = 0.0
         rows = tokens = 0
         width = self._config.num_microbatches
         for start in range(0, len(batches), width):
@@ -170,7 +190,10 @@ class Trainer:
             loss += one.loss * sum(one.order.rows)
             rows += sum(one.order.rows)
             tokens += one.num_tokens
-        return loss / rows, tokens
+            if one.counts:
+                correct, counted = correct + one.counts[0], counted + one.counts[1]
+        accuracy = correct / counted if counted else None
+        return ValMetrics(step=step, loss=loss / rows, accuracy=accuracy, tokens=tokens)
 
     def _order(self, step: int, batches: list[dict[str, np.ndarray]], *, train: bool, dense: bool = False) -> _Step:
         rows = tuple(len(next(iter(batch.values()))) for batch in batches)
@@ -184,7 +207,7 @@ class Trainer:
             for stage_index, wanted in enumerate(self._planned.inputs):
                 for name in wanted:
                     self._feed(stage_index, order.seq, microbatch_index, name, batch)
-        return _Step(order, batches)
+        return _Step(order, batches, self._outputs[:1] if train else self._outputs)
 
     def _feed(
         self, stage_index: int, seq: int, microbatch_index: int, name: str, batch: Mapping[str, np.ndarray]
@@ -208,15 +231,17 @@ class Trainer:
             if isinstance(event, m.Commit):
                 target.commit = event
             else:
-                target.losses[event.header.microbatch_index] = _scalar(event)
+                target.take(event.header.key, event.header.microbatch_index, _scalar(event))
 
 
 def _scalar(event: Received) -> float:
-    kinds: dict[str, Any] = {"float32": np.float32, "float64": np.float64, "float16": np.float16}
+    kinds: dict[str, Any] = {
+        "float32": np.float32, "float64": np.float64, "float16": np.float16, "int64": np.int64
+    }  # fmt: skip
     header = event.header
     if header.kind != "output" or header.shape != () or header.dtype not in (*kinds, "bfloat16"):
         raise FusionError(
-            f"stage {event.stage_index} sent {header.kind} {header.dtype}{list(header.shape)}, not a loss"
+            f"stage {event.stage_index} sent {header.kind} {header.dtype}{list(header.shape)}, not a number"
         )
     if header.dtype == "bfloat16":
         return float((np.frombuffer(event.payload, np.uint16).astype(np.uint32) << 16).view(np.float32)[0])

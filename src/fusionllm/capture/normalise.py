@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 import fusionllm
 from fusionllm.errors import CaptureError
 from fusionllm.ir.graph import UNUSED, Arg, Buffer, Op, OpGraph, Param, Value, rename_refs
+from fusionllm.ir.modes import remove_dead
 from fusionllm.ir.ops import OPS
 from fusionllm.ir.tensor import TensorSpec
 
@@ -293,21 +294,6 @@ class GraphBuilder:
             name = self._symbols.setdefault(str(symbol), "B" if not self._symbols else f"B{len(self._symbols)}")
             text = re.sub(rf"\b{re.escape(str(symbol))}\b", name, text)
         return text
-
-
-def remove_dead(graph: OpGraph) -> OpGraph:
-    """Without operators whose results nobody needs."""
-    live = {*graph.outputs, *graph.mutations.values()}
-    kept: list[Op] = []
-    for op in reversed(graph.ops):
-        if any(out in live for out in op.outs):
-            outs = tuple(out if out in live else UNUSED for out in op.outs)
-            kept.append(msgspec.structs.replace(op, outs=outs))
-            live.update(op.refs())
-    used = live
-    buffers = {n: b for n, b in graph.buffers.items() if b.id in used or b.id in graph.mutations or b.persistent}
-    inputs = tuple(v for v in graph.inputs if v.id in used)
-    return msgspec.structs.replace(graph, ops=tuple(reversed(kept)), buffers=buffers, inputs=inputs)
 
 
 def merge_equal(graph: OpGraph) -> OpGraph:

@@ -22,6 +22,7 @@ from fusionllm.compute.options import ComputeOptions, OptimConfig, learning_rate
 from fusionllm.compute.wire import dtype_name
 from fusionllm.errors import GraphError
 from fusionllm.ir.graph import OpGraph
+from fusionllm.ir.modes import evaluation_graph, training_graph
 
 
 class _Stash(msgspec.Struct):
@@ -58,7 +59,8 @@ class TorchStage:
         self._device = torch.device(device)
         if self._device.type == "cpu" and torch.get_num_threads() != options.num_threads:
             torch.set_num_threads(options.num_threads)
-        self._program = Program(graph, self._device, allow_ops)
+        self._program = Program(training_graph(graph), self._device, allow_ops)
+        self._evaluation = Program(evaluation_graph(graph), self._device, allow_ops)
         self._tied = tuple(n for n in tied_names if graph.params[n].trainable)
         self._norm_names = tuple(graph.params if norm_names is None else norm_names)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -119,7 +121,8 @@ class TorchStage:
 
         Args:
             values: inputs and received values by id.
-            train: False for an evaluation: no dropout, no buffer changes, nothing kept.
+            train: False for an evaluation: no dropout, batch norm by its statistics, no buffer changes, nothing kept;
+                the metrics are among the outputs.
 
         Raises:
             GraphError: a value is missing or of the wrong shape, or an operator failed.
@@ -130,7 +133,7 @@ class TorchStage:
         context = Context(self.options.seed, step, microbatch_index, train)
         if not train:
             with torch.no_grad(), self._autocast():
-                outs, _ = self._program({**self._tensors, **values}, context)
+                outs, _ = self._evaluation({**self._tensors, **values}, context)
             return {i: t.detach().to(self._dtypes[i]) for i, t in outs.items()}
         key = (step, microbatch_index)
         if self.options.recompute:

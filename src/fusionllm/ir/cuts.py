@@ -65,7 +65,7 @@ def list_cuts(graph: OpGraph, symbols: Mapping[str, int]) -> list[Cut]:
     """Every cut between two consecutive anchored operators, with what crosses it.
 
     A cut between operators that read a mutated buffer and the one that computes its next value is left out: the
-    buffer is the state of one stage.
+    buffer is the state of one stage. So is one behind the loss: its stage makes the metrics too.
 
     Args:
         symbols: concrete sizes, e.g. the microbatch size, to count bytes with.
@@ -76,7 +76,8 @@ def list_cuts(graph: OpGraph, symbols: Mapping[str, int]) -> list[Cut]:
     last_use = {ref: index for index, op in enumerate(ops) for ref in op.refs()}
     live: set[str] = set()
     cuts = []
-    for index, op in enumerate(ops[:-1]):
+    loss = next((i for i, op in enumerate(ops) if graph.outputs[:1] and graph.outputs[0] in op.outs), len(ops) - 1)
+    for index, op in enumerate(ops[:loss]):
         live.update(out for out in op.outs if out != UNUSED)
         live = {v for v in live if last_use.get(v, -1) > index}
         values = tuple(sorted(live))

@@ -252,7 +252,7 @@ class StageWorker(threading.Thread):
         for value, stages in self.assign.consumers.items():
             for stage in stages:
                 self._send(stage, "activation", order.seq, microbatch_index, value, outs[value], dense=order.dense)
-        for value in self.graph.outputs[:1]:
+        for value in self.graph.outputs if not order.train else self.graph.outputs[:1]:
             self._send(s.OWNER, "output", order.seq, microbatch_index, value, outs[value])
 
     def _report_done(self, command: s.ReportDone) -> None:

@@ -53,6 +53,7 @@ class ValMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         step: steps completed when it was run; 0 for one before training.
         loss: mean loss over the validation tokens, nats; of the model by itself, links dense.
         coded_loss: the same through the links' codecs; None where there are none.
+        accuracy: share of the rows or tokens whose class was guessed right; None where the loss is of another kind.
         tokens: tokens looked at.
         seconds: wall time of the validation.
     """
@@ -60,6 +61,7 @@ class ValMetrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     step: int
     loss: float
     coded_loss: float | None = None
+    accuracy: float | None = None
     tokens: int = 0
     seconds: float = 0.0
 

@@ -130,6 +130,8 @@ def _scalars(event: StepMetrics | ValMetrics) -> Iterable[tuple[str, float]]:
         yield "val/perplexity", event.perplexity
         if event.coded_loss is not None:
             yield "val/coded_loss", event.coded_loss
+        if event.accuracy is not None:
+            yield "val/accuracy", event.accuracy
         return
     yield "train/loss", event.loss
     yield "train/lr", event.lr

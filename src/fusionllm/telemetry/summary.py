@@ -30,6 +30,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         val_loss: of the last validation; None without one.
         val_coded_loss: the same through the links' codecs; None where there are none.
         val_perplexity: exp(val_loss).
+        val_accuracy: share of rows or tokens whose class was guessed right; None where the loss is of another kind.
         best_val_loss: lowest of all validations.
         tokens: trained on, over all steps.
         train_s: wall time of all training steps.
@@ -49,6 +50,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     val_loss: float | None
     val_coded_loss: float | None
     val_perplexity: float | None
+    val_accuracy: float | None
     best_val_loss: float | None
     tokens: int
     train_s: float
@@ -91,6 +93,7 @@ def build_summary(
         val_loss=validations[-1].loss if validations else None,
         val_coded_loss=validations[-1].coded_loss if validations else None,
         val_perplexity=validations[-1].perplexity if validations else None,
+        val_accuracy=validations[-1].accuracy if validations else None,
         best_val_loss=min((event.loss for event in validations), default=None),
         tokens=tokens,
         train_s=train_s,
