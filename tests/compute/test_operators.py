@@ -10,7 +10,8 @@ import pytest
 import torch
 from tests.kits.operator_cases import CASES, HEADS, Case, Held, real
 
-from fusionllm.compute import BACKENDS, ComputeOptions, OptimConfig, load_backend
+from fusionllm.compute import BACKENDS, ComputeOptions, OptimConfig
+from fusionllm.compute.stage import Stage
 from fusionllm.errors import GraphError
 from fusionllm.ir.graph import UNUSED, Arg, Buffer, Op, OpGraph, Value, decode_graph, encode_graph
 from fusionllm.ir.ops import OPS
@@ -41,7 +42,7 @@ class Call:
         graph = OpGraph(
             inputs=(), params={}, buffers=buffers, ops=(call,), outputs=(), recv=received, send=tuple(self.outs)
         )
-        self.stage = load_backend(backend)(decode_graph(encode_graph(graph)), ComputeOptions(), OptimConfig(), 1)
+        self.stage = Stage(backend, decode_graph(encode_graph(graph)), ComputeOptions(), OptimConfig(), 1)
         for held, tensor in self.held.items():
             self.stage.load(held, tensor)
 
@@ -187,7 +188,7 @@ def test_arithmetic_on_sizes(name: str, backend: str) -> None:
         Op(name="aten.full.default", args=fill, outs=("y",), specs=(made,)),
     )
     graph = decode_graph(encode_graph(OpGraph(inputs=(), params={}, ops=ops, outputs=(), recv=(x,), send=("y",))))
-    stage = load_backend(backend)(graph, ComputeOptions(), OptimConfig(), 1)
+    stage = Stage(backend, graph, ComputeOptions(), OptimConfig(), 1)
     assert stage.forward(0, 0, {"x": torch.zeros(3, 4, dtype=torch.float64)})["y"].tolist() == [result]
 
 

@@ -94,6 +94,8 @@ def plan_job(
     )
     options = msgspec.structs.replace(options, pipeline=layout.pipeline)
     codecs = _link_codecs(layout.codecs)
+    for i, (node, stage) in enumerate(zip(nodes, stages)):
+        _check_offer(i, node, stage, [link for pair, link in codecs.items() if i in pair])
     assignments = {
         node.name: Assign(
             job=job,
@@ -123,6 +125,23 @@ def plan_job(
         others=layout.others,
     )
     return PlannedJob(planned, assignments)
+
+
+def _check_offer(stage_index: int, node: Member, stage: OpGraph, codecs: Sequence[LinkCodecs]) -> None:
+    """Refuse a stage for a node whose backend lacks an operator or a codec of it. Raises PlanError."""
+    if node.offer is None:
+        return
+    who = f"stage {stage_index} would go to {node.name}, whose backend {node.backend}"
+    if missing := sorted({op.name for op in stage.ops} - set(node.offer.operators)):
+        raise PlanError(
+            f"{who} lacks {len(missing)} of its operators: {', '.join(missing[:8])}; "
+            "let a node of another backend join instead (fusionllm join --backend torch)"
+        )
+    if codecs and not node.offer.codecs:
+        raise PlanError(
+            f"{who} has no codecs, but its links compress ({codecs[0].forward} and {codecs[0].backward}): codecs need "
+            "torch; install it there (pip install 'fusionllm[torch]') or leave out [compression]"
+        )
 
 
 def _plain_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], symbols: Mapping[str, int]) -> _Layout:

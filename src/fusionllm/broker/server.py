@@ -147,7 +147,7 @@ class Broker:
 
     async def _on_message(self, name: str, channel: ControlChannel, message: m.Control) -> None:
         if isinstance(message, m.Listening):
-            self._membership.listening(name, message.host or channel.remote_host, message.port)
+            self._membership.listening(name, message.host or channel.remote_host, message.port, message.offer)
             await self._try_waiting()
         elif isinstance(message, m.Submit):
             self._check_owner(name)

@@ -154,7 +154,10 @@ def join(
     host: Annotated[str, typer.Option(help="Address to listen on for tensors.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on for tensors; 0 for any.")] = 0,
     advertise: Annotated[str, typer.Option(help="Host name others reach this machine under.")] = "",
-    device: Annotated[str, typer.Option(help="What to compute on: auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Framework to compute with: auto, torch or jax.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="What to compute on: auto, cpu, cuda, cuda:1, mps, xpu; jax: cpu, gpu, tpu.")
+    ] = "auto",
 ) -> None:
     """Lend this machine: run stages for the broker of TICKET until Ctrl-C. Only listed operators are executed.
 
@@ -177,6 +180,7 @@ def join(
             host=host,
             port=port,
             advertise=advertise,
+            backend=backend,
             device=device,
         )
         agent = NodeAgent(config)

@@ -1,24 +1,26 @@
 """Executing graphs on a device: one backend per framework, the same operators and the same tests for each.
 
-`options` is plain data; a framework is imported when its backend is loaded.
+`options`, `backend` and `stage` need no framework; one is imported when its backend is loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
+from fusionllm.compute.backend import Backend, Ready
 from fusionllm.compute.groups import resolve_groups
 from fusionllm.compute.optimizers import check_optimizer
 from fusionllm.compute.options import ComputeOptions, OptimConfig, ParamGroup, learning_rate
 from fusionllm.errors import UserError
 from fusionllm.ir.cluster import NodeProfile
 
-if TYPE_CHECKING:
-    from fusionllm.compute.stage import TorchStage
+#: name of the backend, and of its framework's package -> where its class is, best first. A new one is a line here.
+BACKENDS = {"torch": "fusionllm.compute.torch_backend:TorchBackend"}
 
-#: name -> where its stage class is. A new backend is a class with TorchStage's methods and one line here.
-BACKENDS = {"torch": "fusionllm.compute.stage:TorchStage"}
 #: name -> how its devices are measured.
 CALIBRATIONS = {"torch": "fusionllm.compute.calibrate:calibrate"}
 
@@ -30,6 +32,8 @@ __all__ = [
     "ParamGroup",
     "calibrate",
     "check_optimizer",
+    "choose_backend",
+    "framework_versions",
     "learning_rate",
     "load_backend",
     "resolve_groups",
@@ -37,16 +41,37 @@ __all__ = [
 ]
 
 
-def warm_up(name: str, device: str) -> str:
-    """Import what a first step would, so that it does not have to wait for it.
-
-    Returns:
-        The device a stage is to be made for: ``device`` itself, or what ``auto`` came to.
+def choose_backend(wish: str) -> str:
+    """The name of an installed backend; ``auto``: the first of ``BACKENDS`` that is. Imports nothing.
 
     Raises:
-        UserError: this machine has no such device; names those it has.
+        UserError: unknown, or not installed; says how to install it.
     """
-    return load_backend(name).warm_up(device)
+    if wish not in ("auto", *BACKENDS):
+        raise UserError(f"backend {wish!r} is not known; choose auto, {', '.join(BACKENDS)}")
+    for name in BACKENDS if wish == "auto" else [wish]:
+        if find_spec(name) is not None:
+            return name
+    ways = " or ".join(f"pip install 'fusionllm[{name}]'" for name in (BACKENDS if wish == "auto" else [wish]))
+    raise UserError(f"{'no tensor framework' if wish == 'auto' else wish} is installed here; {ways}")
+
+
+def framework_versions() -> dict[str, str]:
+    """Releases of the frameworks installed here, by name."""
+
+    def found() -> Iterator[tuple[str, str]]:
+        for name in BACKENDS:
+            try:
+                yield name, version(name)
+            except PackageNotFoundError:
+                continue
+
+    return dict(found())
+
+
+def warm_up(name: str, device: str) -> Ready:
+    """`Backend.warm_up` of a backend by name: the device a stage is to be made for, the operators it has."""
+    return load_backend(choose_backend(name)).warm_up(device)
 
 
 def calibrate(name: str, device: str) -> NodeProfile:
@@ -58,8 +83,9 @@ def calibrate(name: str, device: str) -> NodeProfile:
     return profile
 
 
-def load_backend(name: str) -> type[TorchStage]:
-    """The stage class of a backend of ``BACKENDS``; imports its framework."""
+@lru_cache
+def load_backend(name: str) -> Backend:
+    """A backend of ``BACKENDS``; imports its framework."""
     module, _, attribute = BACKENDS[name].partition(":")
-    backend: type[TorchStage] = getattr(import_module(module), attribute)
+    backend: Backend = getattr(import_module(module), attribute)()
     return backend

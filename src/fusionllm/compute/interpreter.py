@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fusionllm.compute.ops_torch import FACTORIES, RANDOM, Context, resolve
+from fusionllm.compute.backend import Context
+from fusionllm.compute.ops_torch import FACTORIES, RANDOM, resolve
 from fusionllm.errors import GraphError
 from fusionllm.ir.graph import UNUSED, Arg, Op, OpGraph, arg_refs
 

@@ -13,40 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fusionllm.compute.backend import Context
+from fusionllm.compute.philox import seed_of
+from fusionllm.compute.philox_torch import keep_mask
 from fusionllm.errors import GraphError
 from fusionllm.ir.ops import OPS
 
-_MASK64 = (1 << 64) - 1
 
-
-class Context:
-    """What a random operator needs to know of the call: where in the run it is. ``train`` False: dropout is off."""
-
-    __slots__ = ("microbatch_index", "seed", "step", "train")
-
-    def __init__(self, seed: int, step: int, microbatch_index: int, train: bool) -> None:
-        self.seed, self.step, self.microbatch_index, self.train = seed, step, microbatch_index, train
-
-
-def seed_of(seed: int, step: int, microbatch_index: int, rng: int) -> int:
-    """Seed of one random operator in one microbatch: splitmix64 over the four numbers, 63 bits.
-
-    Reference: Steele et al., Fast splittable pseudorandom number generators, 2014.
-    """
-    state = 0
-    for number in (seed, step, microbatch_index, rng):
-        state = (state + (number & _MASK64) + 0x9E3779B97F4A7C15) & _MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-        state ^= state >> 31
-    return state >> 1
-
-
-def dropout(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
+def dropout(x: torch.Tensor, p: float, seed: int, stream: int = 0) -> torch.Tensor:
     """Zero elements with probability ``p`` and scale the rest by 1 / (1 - p); a pure function of ``seed``."""
-    generator = torch.Generator(x.device).manual_seed(seed)
-    keep = torch.rand(x.shape, generator=generator, device=x.device) >= p
-    return x * keep / (1 - p)
+    return x * keep_mask(seed, x.shape, p, x.device, stream) / (1 - p)
 
 
 def attention(
@@ -105,7 +81,7 @@ def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
         ends = []
         for layer in range(num_layers):
             if layer:
-                input = _drop(input, dropout, seed_of(seed, 0, 0, layer))
+                input = _drop(input, dropout, seed, layer)
             own = [state[layer * width : (layer + 1) * width] for state in states]
             weights = params[layer * size : (layer + 1) * size]
             first = own if isinstance(hx, (list, tuple)) else own[0]
@@ -194,3 +170,11 @@ def resolve(name: str, allow_ops: Collection[str] = ()) -> tuple[Callable[..., A
         way = "upgrade torch on this node" if name in OPS else "import the module that registers it on this node"
         raise GraphError(f"torch {torch.__version__} has no operator {name!r} here; {way}")
     return function, tuple(a.name for a in function._schema.arguments if not a.kwarg_only)
+
+
+def has_operator(name: str) -> bool:
+    """Whether this torch has a listed operator."""
+    try:
+        return bool(name in RANDOM or resolve(name))
+    except GraphError:
+        return False

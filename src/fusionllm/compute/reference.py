@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fusionllm.compute.ops_torch import attention, dropout, seed_of
+from fusionllm.compute.ops_torch import attention, dropout
+from fusionllm.compute.philox import seed_of
 
 _DROPOUTS = (F.dropout, torch.dropout)
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

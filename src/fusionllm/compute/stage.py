@@ -1,50 +1,49 @@
-"""One stage on torch: forward, backward as remote automatic differentiation, update. Knows tensors, not peers.
+"""One stage: forward, backward as remote automatic differentiation, update. Knows arrays and a backend, not peers.
 
 The backward of a stage starts from the gradients that the consumers of its values sent, and ends with the gradients of
 the values it received, which go back to their producers. Reference: the original system, remote automatic
-differentiation over an OP-DAG; differs in that any value may go to several stages and gradients are summed there.
+differentiation over an OP-DAG; differs in that any value may go to several stages and gradients are summed there, and
+in that a framework is behind `compute.backend`: stages of one run may be of different ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 
-from fusionllm.compute.device import choose_device
-from fusionllm.compute.interpreter import Program
-from fusionllm.compute.ops_torch import Context
-from fusionllm.compute.optim import Optimizer
+from fusionllm.compute import load_backend
+from fusionllm.compute.backend import Array, Context, Optimizer
 from fusionllm.compute.options import ComputeOptions, OptimConfig, learning_rate
-from fusionllm.compute.wire import dtype_name
 from fusionllm.errors import GraphError
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.modes import evaluation_graph, training_graph
 
 
 class _Stash(msgspec.Struct):
-    """What a forward leaves for its backward."""
+    """What a forward leaves for its backward: the framework's record, or what to run the forward again from."""
 
-    leaves: dict[str, torch.Tensor]
-    outs: dict[str, torch.Tensor] | None
-    values: dict[str, torch.Tensor] | None = None
+    kept: Any
+    tensors: dict[str, Array] | None = None
+    values: Mapping[str, Array] | None = None
 
 
-class TorchStage:
+class Stage:
     """A stage, its parameters, its optimizer.
 
     Args:
+        backend: a name of ``compute.BACKENDS``; all arrays that go in and come out are its framework's.
         tied_names: parameters that other stages hold too.
         norm_names: parameters this stage counts in the global norm; None: all.
-        device: as `compute.device` names it; the node's choice, not the job's.
+        device: as the backend names it; the node's choice, not the job's.
         allow_ops: operators beyond the list, as `ir.ops.allowed_ops` gives them; the node's choice too.
     """
 
     def __init__(
         self,
+        backend: str,
         graph: OpGraph,
         options: ComputeOptions,
         optim: OptimConfig,
@@ -56,49 +55,29 @@ class TorchStage:
     ) -> None:
         self.graph, self.options = graph, options
         self._optim_config, self._num_steps = optim, num_steps
-        self._device = torch.device(device)
-        if self._device.type == "cpu" and torch.get_num_threads() != options.num_threads:
-            torch.set_num_threads(options.num_threads)
-        self._program = Program(training_graph(graph), self._device, allow_ops)
-        self._evaluation = Program(evaluation_graph(graph), self._device, allow_ops)
-        self._tied = tuple(n for n in tied_names if graph.params[n].trainable)
-        self._norm_names = tuple(graph.params if norm_names is None else norm_names)
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._backend = load_backend(backend)
+        self._program = self._backend.program(training_graph(graph), options, device, allow_ops)
+        self._evaluation = self._backend.program(evaluation_graph(graph), options, device, allow_ops)
+        self._trainable = {n: p.id for n, p in graph.params.items() if p.trainable}
+        self._tied = tuple(n for n in tied_names if n in self._trainable)
+        self._norm_names = tuple(self._trainable if norm_names is None else norm_names)
+        self._tensors: dict[str, Array] = {}
         self._optimizer: Optimizer | None = None
         self._stash: dict[tuple[int, int], _Stash] = {}
-        self._tied_grads: dict[str, list[torch.Tensor]] = {}
-        # autocast may compute a value in less than its declared type; what is sent is always what the graph declares
-        specs = graph.specs()
-        self._dtypes = {i: getattr(torch, specs[i].dtype) for i in (*graph.outputs, *graph.send)}
-        self._loss_id = graph.outputs[0] if graph.outputs else None
-
-    @staticmethod
-    def warm_up(device: str) -> str:
-        """Make torch load what it loads late: its optimizers bring in its compiler. Returns the device chosen."""
-        chosen = choose_device(device)
-        torch.optim.SGD([torch.zeros(1, device=chosen)], lr=1.0).zero_grad()
-        return chosen
+        self._gradients: dict[str, Array] = {}
+        self._tied_grads: dict[str, list[Array]] = {}
 
     # weights
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
+    def load(self, name: str, array: Array) -> None:
         """Take a parameter or buffer. Raises GraphError when it is not of this stage or does not fit."""
         entry = self.graph.held.get(name)
         if entry is None:
             raise GraphError(f"this stage has no tensor {name!r}")
-        got = (dtype_name(tensor), tuple(tensor.shape))
+        got = (dtype_name(array), tuple(array.shape))
         if got != (entry.spec.dtype, entry.spec.concrete({})):
             raise GraphError(f"tensor {name!r} is {got[0]}{list(got[1])}, expected {entry.spec}")
-        if entry.id in self._tensors:  # in place: the optimizer holds this very tensor
-            with torch.no_grad():
-                self._tensors[entry.id].copy_(tensor)
-            if self._optimizer is not None:
-                self._optimizer.reload(name)
-            return
-        own = tensor.detach().to(self._device, copy=True)
-        if name in self.graph.params:
-            own.requires_grad_(self.graph.params[name].trainable)
-        self._tensors[entry.id] = own
+        self._tensors[entry.id] = self._program.place(array)
 
     def missing(self) -> list[str]:
         """Names of tensors not loaded yet."""
@@ -108,16 +87,16 @@ class TorchStage:
     def optimizer(self) -> Optimizer:
         """Made when first needed, over the trainable parameters in the graph's order."""
         if self._optimizer is None:
-            trainable = {n: self._tensors[p.id] for n, p in self.graph.params.items() if p.trainable}
-            self._optimizer = Optimizer(self._optim_config, trainable)
+            trainable = {n: self._tensors[i] for n, i in self._trainable.items()}
+            self._optimizer = self._backend.optimizer(self._optim_config, trainable)
         return self._optimizer
 
     # one microbatch
 
     def forward(
-        self, step: int, microbatch_index: int, values: Mapping[str, torch.Tensor], *, train: bool = True
-    ) -> dict[str, torch.Tensor]:
-        """Outputs and sent values by id, detached.
+        self, step: int, microbatch_index: int, values: Mapping[str, Array], *, train: bool = True
+    ) -> dict[str, Array]:
+        """Outputs and sent values by id.
 
         Args:
             values: inputs and received values by id.
@@ -127,31 +106,23 @@ class TorchStage:
         Raises:
             GraphError: a value is missing or of the wrong shape, or an operator failed.
         """
-        shapes = {i: tuple(t.shape) for i, t in values.items()}
-        self.graph.bind_symbols(shapes)
-        values = {i: t.to(self._device) for i, t in values.items()}
+        self.graph.bind_symbols({i: tuple(a.shape) for i, a in values.items()})
         context = Context(self.options.seed, step, microbatch_index, train)
         if not train:
-            with torch.no_grad(), self._autocast():
-                outs, _ = self._evaluation({**self._tensors, **values}, context)
-            return {i: t.detach().to(self._dtypes[i]) for i, t in outs.items()}
-        key = (step, microbatch_index)
-        if self.options.recompute:
-            with torch.no_grad(), self._autocast():
-                outs, mutated = self._program({**self._tensors, **values}, context)
-            before = {b: self._tensors[b] for b in mutated}
-            self._stash[key] = _Stash({}, None, {**before, **values})
+            return self._evaluation.forward(self._tensors, values, context, keep=False).outs
+        keep = not self.options.recompute
+        ran = self._program.forward(self._tensors, values, context, keep=keep)
+        if keep:
+            stash = _Stash(ran.kept)
         else:
-            leaves = self._leaves(values)
-            with self._autocast():
-                outs, mutated = self._program({**self._tensors, **values, **leaves}, context)
-            self._stash[key] = _Stash(leaves, outs)
-        self._tensors.update({b: t.detach() for b, t in mutated.items()})
-        return {i: t.detach().to(self._dtypes[i]) for i, t in outs.items()}
+            stash = _Stash(None, {b: self._tensors[b] for b in ran.mutated}, values)
+        self._stash[step, microbatch_index] = stash
+        self._tensors.update(ran.mutated)
+        return ran.outs
 
     def backward(
-        self, step: int, microbatch_index: int, grads: Mapping[str, torch.Tensor], loss_weight: float
-    ) -> dict[str, torch.Tensor]:
+        self, step: int, microbatch_index: int, grads: Mapping[str, Array], loss_weight: float
+    ) -> dict[str, Array]:
         """Gradients of the received values that need one; parameter gradients are accumulated.
 
         Args:
@@ -159,126 +130,86 @@ class TorchStage:
             loss_weight: root gradient of the loss, where this stage makes it.
         """
         stash = self._stash.pop((step, microbatch_index))
-        if stash.outs is None:
-            stash = self._recompute(stash, Context(self.options.seed, step, microbatch_index, True))
-        assert stash.outs is not None
-        roots, seeds = [], []
-        for name, out in stash.outs.items():
-            if not out.requires_grad:
-                continue
-            gradient = grads.get(name)
-            if name == self._loss_id:
-                root = torch.full_like(out, loss_weight)
-                gradient = root if gradient is None else gradient + root
-            if gradient is not None:
-                roots.append(out)
-                seeds.append(gradient.to(out.device, out.dtype))
-        held = self._hold_tied()
-        if roots:
-            torch.autograd.backward(roots, seeds)
-        self._release_tied(held)
-        return {i: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for i, leaf in stash.leaves.items()}
-
-    def _leaves(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        received = {v.id for v in self.graph.recv} - set(self.graph.frozen)
-        return {i: t.detach().requires_grad_() for i, t in values.items() if i in received and t.is_floating_point()}
-
-    def _recompute(self, stash: _Stash, context: Context) -> _Stash:
-        assert stash.values is not None
-        leaves = self._leaves(stash.values)
-        with self._autocast():
-            outs, _ = self._program({**self._tensors, **stash.values, **leaves}, context)
-        return _Stash(leaves, outs)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.options.precision == "bfloat16":
-            # the cache of cast weights would outlive the weights' update
-            return torch.autocast(self._device.type, dtype=torch.bfloat16, cache_enabled=False)
-        return nullcontext()
-
-    # tied gradients: in "microbatch" mode each microbatch's is kept apart, to be summed as one process would
-
-    def _hold_tied(self) -> dict[str, torch.Tensor | None]:
-        if self.options.tied != "microbatch":
-            return {}
-        held: dict[str, torch.Tensor | None] = {}
-        for name in self._tied:
-            parameter = self._tensors[self.graph.params[name].id]
-            held[name], parameter.grad = parameter.grad, None
-        return held
-
-    def _release_tied(self, held: Mapping[str, torch.Tensor | None]) -> None:
-        for name in held:
-            parameter = self._tensors[self.graph.params[name].id]
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            self._tied_grads.setdefault(name, []).append(gradient)
-            parameter.grad = None
-
-    def tied_gradients(self) -> dict[str, torch.Tensor]:
-        """Per tied parameter: its gradients here, shape [1 or number of microbatches, *parameter's]."""
-        if self.options.tied == "microbatch":
-            return {n: torch.stack(grads) for n, grads in self._tied_grads.items()}
-        out = {}
-        for name in self._tied:
-            parameter = self._tensors[self.graph.params[name].id]
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            out[name] = gradient.detach()[None]
+        kept = stash.kept
+        if stash.values is not None:
+            context = Context(self.options.seed, step, microbatch_index, True)
+            tensors = {**self._tensors, **(stash.tensors or {})}
+            kept = self._program.forward(tensors, stash.values, context, keep=True).kept
+        out = self._program.backward(kept, grads, loss_weight, self._gradients)
+        if self.options.tied == "microbatch":  # each microbatch's is kept apart, to be summed as one process would
+            for name in self._tied:
+                self._tied_grads.setdefault(name, []).append(self._gradient(name))
+                self._gradients.pop(name, None)
         return out
 
-    def reduce_tied(self, contributions: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    def _gradient(self, name: str) -> Array:
+        """A parameter's gradient so far, zeros where there is none."""
+        gradient = self._gradients.get(name)
+        if gradient is None:
+            spec = self.graph.params[name].spec
+            gradient = self._backend.from_buffer(bytearray(spec.num_bytes({})), spec.dtype, spec.concrete({}))
+        return gradient
+
+    def tied_gradients(self) -> dict[str, Array]:
+        """Per tied parameter: its gradients here, shape [1 or number of microbatches, *parameter's]."""
+        if self.options.tied == "microbatch":
+            return {name: self._stack(name, gradients) for name, gradients in self._tied_grads.items()}
+        return {name: self._gradient(name)[None] for name in self._tied}
+
+    def _stack(self, name: str, gradients: Sequence[Array]) -> Array:
+        spec = self.graph.params[name].spec
+        joined = bytearray().join(self._backend.to_bytes(g) for g in gradients)
+        return self._backend.from_buffer(joined, spec.dtype, (len(gradients), *spec.concrete({})))
+
+    def reduce_tied(self, contributions: Mapping[str, Sequence[Array]]) -> None:
         """Set each tied gradient to the sum over holders, microbatch by microbatch, in the order given."""
         for name, parts in contributions.items():
             if name not in self._tied:
                 continue
-            total: torch.Tensor | None = None
-            for microbatch_index in range(len(parts[0])):
-                one = parts[0][microbatch_index].to(self._device)
-                for part in parts[1:]:
-                    one = one + part[microbatch_index].to(self._device)
-                total = one if total is None else total + one
-            assert total is not None
-            self._tensors[self.graph.params[name].id].grad = total.clone()
+            placed = [self._program.place(part) for part in parts]
+            sums = [sum((part[index] for part in placed[1:]), placed[0][index]) for index in range(len(placed[0]))]
+            self._gradients[name] = sum(sums[1:], sums[0])
         self._tied_grads.clear()
 
     # a step
 
     def grad_square_sum(self) -> float:
         """Sum of squares of the gradients this stage counts, in float64."""
-        total = 0.0
-        for name in self._norm_names:
-            gradient = self._tensors[self.graph.params[name].id].grad
-            if gradient is not None:
-                total += float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
-        return total
+        return self.optimizer.square_sum({n: self._gradients[n] for n in self._norm_names if n in self._gradients})
 
     def update(self, step: int, total_norm: float) -> float:
         """Clip by the global norm, update, drop the gradients. Returns the learning rate used. ``step`` from 0."""
         limit = self._optim_config.clip_norm
-        if limit > 0:
-            # as torch.nn.utils.clip_grad_norm_
-            scale = min(1.0, limit / (total_norm + 1e-6))
-            for name in self.graph.params:
-                gradient = self._tensors[self.graph.params[name].id].grad
-                if gradient is not None:
-                    gradient.mul_(scale)
+        # as torch.nn.utils.clip_grad_norm_
+        scale = min(1.0, limit / (total_norm + 1e-6)) if limit > 0 else 1.0
         lr = learning_rate(self._optim_config, step, self._num_steps)
-        self.optimizer.step(lr)
+        tensors = {n: self._tensors[i] for n, i in self._trainable.items()}
+        gradients, self._gradients = self._gradients, {}
+        updated = self.optimizer.step(tensors, gradients, lr, scale)
+        self._tensors.update({self._trainable[n]: a for n, a in updated.items()})
         return lr
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that is not going to happen, and the forwards without a backward."""
         self._tied_grads.clear()
         self._stash.clear()
-        for parameter in self.graph.params.values():
-            self._tensors[parameter.id].grad = None
+        self._gradients.clear()
 
     # state
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """(parameters and buffers by name, optimizer tensors by ``KIND/PARAMETER``)."""
-        return {n: self._tensors[e.id].detach() for n, e in self.graph.held.items()}, self.optimizer.state()
+        return {n: self._tensors[e.id] for n, e in self.graph.held.items()}, self.optimizer.state()
 
-    def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load_optimizer(self, tensors: Mapping[str, Array]) -> None:
         """Take optimizer tensors as `state` gave them; those of other stages' parameters are left out."""
-        own = {n for n, p in self.graph.params.items() if p.trainable}
-        self.optimizer.load({k: t for k, t in tensors.items() if k.partition("/")[2] in own})
+        self.optimizer.load({k: t for k, t in tensors.items() if k.partition("/")[2] in self._trainable})
+
+
+def dtype_name(array: Array) -> str:
+    """An array's dtype as the IR names it, e.g. ``"float32"``; torch's, numpy's and jax's are written alike."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+#: A stage of the reference backend, which other ways to compute are compared with.
+TorchStage = partial(Stage, "torch")

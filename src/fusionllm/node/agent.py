@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from fusionllm.compute import warm_up
+from fusionllm.compute import choose_backend, warm_up
 from fusionllm.errors import AdmissionError, FusionError, LinkClosed, LinkError, RemoteProtocolError
+from fusionllm.node.codecs import can_compress
 from fusionllm.node.join import default_name, expect_peers, join_broker, reach_peers
 from fusionllm.node.options import NodeConfig
 from fusionllm.node.probe import check_probe, let_in, link_profiles, measure_device, measure_link
@@ -33,6 +34,7 @@ class NodeAgent:
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.name = config.name or default_name()
+        self.backend = choose_backend(config.backend)
         self._worker: StageWorker | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._probed_by = ""
@@ -42,19 +44,22 @@ class NodeAgent:
         async with connect_control(self.config.ticket) as channel:
             self._channel = channel
             identity = await join_broker(
-                channel, role="node", name=self.name, token=self.config.ticket.token, fence=self.config.fence
-            )
+                channel, role="node", name=self.name, token=self.config.ticket.token, fence=self.config.fence,
+                backend=self.backend,
+            )  # fmt: skip
             self._endpoint = Endpoint(
                 self.name, identity, on_message=self._on_message, on_peer_lost=self._on_peer_lost, admit=self._admit
             )
             try:
                 config = self.config
-                self._device = await self._loop.run_in_executor(None, warm_up, config.backend, config.device)
+                ready = await self._loop.run_in_executor(None, warm_up, self.backend, config.device)
+                self._device = ready.device
                 _, port = await self._endpoint.listen(self.config.host, self.config.port)
-                await channel.send(m.Listening(host=self.config.advertise, port=port))
+                offer = m.Offer(device=ready.device, operators=tuple(sorted(ready.operators)), codecs=can_compress())
+                await channel.send(m.Listening(host=self.config.advertise, port=port, offer=offer))
                 log.info(
-                    "joined as process %d; computing on %s, listening for tensors on port %d",
-                    os.getpid(), self._device, port,
+                    "joined as process %d; computing with %s on %s, listening for tensors on port %d",
+                    os.getpid(), self.backend, self._device, port,
                 )  # fmt: skip
                 await self._serve(channel)
             except asyncio.CancelledError:
@@ -103,7 +108,7 @@ class NodeAgent:
             if order.measure:
                 await self._channel.send(await measure_link(self._endpoint, order))
             return
-        profile = await self._loop.run_in_executor(None, measure_device, self.config.backend, self._device)
+        profile = await self._loop.run_in_executor(None, measure_device, self.backend, self._device)
         await self._channel.send(m.Calibrated(profile=profile))
 
     # a job
@@ -111,7 +116,7 @@ class NodeAgent:
     def _begin(self, assign: m.Assign) -> None:
         self._stop_worker()
         try:
-            worker = StageWorker(assign, self._endpoint, self._loop, self._tell, self._device)
+            worker = StageWorker(assign, self._endpoint, self._loop, self._tell, self._device, self.backend)
         except FusionError as error:
             self._tell(m.StageFailed(job=assign.job, stage_index=assign.stage_index, message=str(error)))
             return

@@ -9,7 +9,9 @@ import socket
 from collections.abc import Mapping
 
 from fusionllm import __version__
+from fusionllm.compute import framework_versions
 from fusionllm.errors import AdmissionError, RemoteProtocolError
+from fusionllm.ir.ops import OPSET
 from fusionllm.protocol import messages as m
 from fusionllm.transport import Endpoint, Identity, PeerAddress, make_key, public_key_pem
 from fusionllm.transport.control import ControlChannel
@@ -24,7 +26,9 @@ def default_name() -> str:
     return f"{(host or 'node')[:40]}-{secrets.token_hex(3)}"
 
 
-async def join_broker(channel: ControlChannel, *, role: m.Role, name: str, token: str, fence: str) -> Identity:
+async def join_broker(
+    channel: ControlChannel, *, role: m.Role, name: str, token: str, fence: str, backend: str = ""
+) -> Identity:
     """Join through an open channel; returns this machine's identity. Raises AdmissionError with the broker's reason."""
     key = make_key()
     await channel.send(
@@ -35,7 +39,9 @@ async def join_broker(channel: ControlChannel, *, role: m.Role, name: str, token
             token=token,
             public_key_pem=public_key_pem(key),
             fence=fence,
-            versions={"fusionllm": __version__, "python": platform.python_version()},
+            backend=backend,
+            opset=OPSET,
+            versions={"fusionllm": __version__, "python": platform.python_version(), **framework_versions()},
         )
     )
     answer = await channel.receive(JOIN_TIMEOUT_S)

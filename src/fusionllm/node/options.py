@@ -17,6 +17,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: where to listen for tensors. advertise: its name for others; empty: as the broker sees it.
+        backend: a framework's name, or ``auto`` for the best that is installed.
         device: ``auto``, a kind such as ``cuda``, or one such as ``cuda:1``.
     """
 
@@ -26,7 +27,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "0.0.0.0"
     port: int = 0
     advertise: str = ""
-    backend: str = "torch"
+    backend: str = "auto"
     device: str = "auto"
 
 

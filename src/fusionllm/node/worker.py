@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from fusionllm.compute import ComputeOptions, OptimConfig, load_backend
-from fusionllm.compute.wire import dtype_name
+from fusionllm.compute import ComputeOptions, OptimConfig
+from fusionllm.compute.stage import Stage, dtype_name
 from fusionllm.errors import FusionError, RemoteProtocolError
 from fusionllm.ir.cuts import trained_ids
 from fusionllm.ir.graph import OpGraph, decode_graph
@@ -72,13 +72,15 @@ class StageWorker(threading.Thread):
         loop: asyncio.AbstractEventLoop,
         tell: Callable[[Any], None],
         device: str = "cpu",
+        backend: str = "torch",
     ) -> None:
         super().__init__(name=f"stage-{assign.stage_index}", daemon=True)
-        self.assign, self._endpoint, self._loop, self._tell, self._device = assign, endpoint, loop, tell, device
+        self.assign, self._endpoint, self._loop, self._tell = assign, endpoint, loop, tell
+        self._device, self._backend = device, backend
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.graph: OpGraph = decode_graph(assign.graph)
         self.door = Door(assign, self.graph)
-        self._codecs = StageCodecs(assign.codecs)
+        self._codecs = StageCodecs(assign.codecs, backend)
         self._differentiable = trained_ids(self.graph) & {*assign.producers, *assign.consumers}
         self._tensors: dict[s.Slot, Any] = {}
         self._outs: dict[tuple[int, int], dict[str, Any]] = {}
@@ -117,7 +119,8 @@ class StageWorker(threading.Thread):
         counted = [
             name for name in self.graph.params if assign.tied.get(name, (assign.stage_index,))[0] == assign.stage_index
         ]
-        self._stage = load_backend("torch")(
+        self._stage = Stage(
+            self._backend,
             self.graph,
             compute,
             optim,
@@ -217,7 +220,7 @@ class StageWorker(threading.Thread):
             for name, gradient in self._stage.tied_gradients().items():
                 for stage in self.assign.tied[name]:
                     if stage != self.assign.stage_index:
-                        self._send(stage, "tied", order.seq, -1, name, gradient.clone(), m.Priority.TIED)
+                        self._send(stage, "tied", order.seq, -1, name, gradient, m.Priority.TIED)
             return False
         if isinstance(command, s.Forward):
             values = {slot.key: self._tensors.pop(slot) for slot in command.slots}
@@ -283,9 +286,9 @@ class StageWorker(threading.Thread):
             frozen = {name for name, param in self.graph.params.items() if not param.trainable}
             for name in weights.keys() - frozen:  # whoever asks has those
                 tensor = weights[name]
-                self._send(s.OWNER, "weight", header.seq, -1, name, tensor.clone(), m.Priority.STATE)
+                self._send(s.OWNER, "weight", header.seq, -1, name, tensor, m.Priority.STATE)
             for name, tensor in optimizer.items():
-                self._send(s.OWNER, "optimizer", header.seq, -1, name, tensor.clone(), m.Priority.STATE)
+                self._send(s.OWNER, "optimizer", header.seq, -1, name, tensor, m.Priority.STATE)
             self._send(s.OWNER, "done", header.seq, -1, str(self.assign.stage_index), None, m.Priority.STATE)
 
     def _send(
@@ -306,6 +309,8 @@ class StageWorker(threading.Thread):
             payload: list[Any] = []
         else:
             codec, payload = self._codecs.encode(kind, stage, seq, microbatch_index, key, tensor, dense=dense)
+            if priority in (m.Priority.TIED, m.Priority.STATE):  # what the stage goes on to change in place
+                payload = [bytes(part) for part in payload]
             shape = tuple(tensor.shape)
             header = m.TensorHeader(kind, self.assign.job, seq, microbatch_index, key, dtype_name(tensor), shape, codec)
         future = asyncio.run_coroutine_threadsafe(

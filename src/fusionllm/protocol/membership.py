@@ -11,11 +11,11 @@ from collections.abc import Iterable
 import msgspec
 
 from fusionllm.errors import AdmissionError, RemoteProtocolError
-from fusionllm.protocol.messages import NAME, Join, check_version
+from fusionllm.protocol.messages import NAME, Join, Offer, check_version
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A machine that was let in. ``host`` and ``port`` are where it listens for tensors, 0 before it said so."""
+    """A machine that was let in. ``host``, ``port``: where it listens for tensors, 0 before it said so."""
 
     name: str
     role: str
@@ -25,6 +25,7 @@ class Member(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     job: str = ""
+    offer: Offer | None = None
 
 
 class Membership:
@@ -60,9 +61,9 @@ class Membership:
         self.members[join.name] = member
         return member
 
-    def listening(self, name: str, host: str, port: int) -> None:
-        """A machine says where it takes tensors."""
-        self.members[name] = msgspec.structs.replace(self.members[name], host=host, port=port)
+    def listening(self, name: str, host: str, port: int, offer: Offer | None = None) -> None:
+        """A machine says where it takes tensors, a node also what it can do."""
+        self.members[name] = msgspec.structs.replace(self.members[name], host=host, port=port, offer=offer)
 
     def leave(self, name: str) -> Member | None:
         return self.members.pop(name, None)

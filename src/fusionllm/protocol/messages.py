@@ -123,14 +123,29 @@ class Join(_Message, frozen=True, kw_only=True):
     token: str
     public_key_pem: bytes
     fence: str = ""
-    backend: str = "torch"
+    backend: str = ""
     opset: int = 1
     versions: dict[str, str] = {}
 
 
+class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a node can do, known once its framework is loaded.
+
+    Attributes:
+        operators: those of `ir.ops.OPS` that its backend executes. codecs: whether it has those beyond dense.
+    """
+
+    device: str
+    operators: tuple[str, ...]
+    codecs: bool
+
+
 class Listening(_Message, frozen=True, kw_only=True):
+    """Where a machine takes tensors; a node also says what it can do."""
+
     host: str
     port: int
+    offer: Offer | None = None
 
 
 class Leave(_Message, frozen=True, kw_only=True):

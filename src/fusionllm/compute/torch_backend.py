@@ -1,0 +1,148 @@
+"""The torch backend: autograd records a walk over the graph, so the backward of a stage is torch's own.
+
+Reference of the others: what it computes is bit for bit what the eager model does on the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from fusionllm.compute.backend import Context, Ran, Ready
+from fusionllm.compute.device import choose_device
+from fusionllm.compute.interpreter import Program
+from fusionllm.compute.ops_torch import has_operator
+from fusionllm.compute.optim import Optimizer
+from fusionllm.compute.options import ComputeOptions, OptimConfig
+from fusionllm.compute.wire import tensor_from_buffer, tensor_to_bytes
+from fusionllm.ir.graph import OpGraph
+from fusionllm.ir.ops import OPS
+
+
+class _Kept(NamedTuple):
+    leaves: dict[str, torch.Tensor]
+    outs: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+class TorchProgram:
+    """A graph on a torch device."""
+
+    def __init__(self, graph: OpGraph, options: ComputeOptions, device: str, allow_ops: Collection[str] = ()) -> None:
+        self._device = torch.device(device)
+        if self._device.type == "cpu" and torch.get_num_threads() != options.num_threads:
+            torch.set_num_threads(options.num_threads)
+        self._run = Program(graph, self._device, allow_ops)
+        self._precision = options.precision
+        self._loss_id = graph.outputs[0] if graph.outputs else None
+        self._parameters = {n: p.id for n, p in graph.params.items() if p.trainable}
+        self._received = {v.id for v in graph.recv} - set(graph.frozen)
+        # autocast may compute a value in less than its declared type; what is sent is always what the graph declares
+        specs = graph.specs()
+        self._dtypes = {i: getattr(torch, specs[i].dtype) for i in (*graph.outputs, *graph.send)}
+
+    def place(self, array: torch.Tensor) -> torch.Tensor:
+        return array.detach().to(self._device, copy=True)
+
+    def forward(
+        self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], context: Context, *, keep: bool
+    ) -> Ran:
+        values = {i: t.to(self._device) for i, t in values.items()}
+        if not keep:
+            with torch.no_grad(), self._autocast():
+                outs, mutated = self._run({**tensors, **values}, context)
+            return Ran(self._declared(outs), mutated, None)
+        parameters = {i: tensors[i].detach().requires_grad_() for i in self._parameters.values()}
+        leaves = {
+            i: t.detach().requires_grad_() for i, t in values.items() if i in self._received and t.is_floating_point()
+        }
+        with self._autocast():
+            outs, mutated = self._run({**tensors, **parameters, **values, **leaves}, context)
+        mutated = {b: t.detach() for b, t in mutated.items()}
+        return Ran(self._declared(outs), mutated, _Kept(leaves, outs, parameters))
+
+    def backward(
+        self, kept: _Kept, seeds: Mapping[str, torch.Tensor], loss_weight: float, totals: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        roots, grads = [], []
+        for name, out in kept.outs.items():
+            if not out.requires_grad:
+                continue
+            gradient = seeds.get(name)
+            if name == self._loss_id:
+                root = torch.full_like(out, loss_weight)
+                gradient = root if gradient is None else gradient + root
+            if gradient is not None:
+                roots.append(out)
+                grads.append(gradient.to(out.device, out.dtype))
+        if roots:
+            # torch adds to what it finds: the sums so far are never held twice
+            for name, id in self._parameters.items():
+                kept.parameters[id].grad = totals.get(name)
+            torch.autograd.backward(roots, grads)
+            for name, id in self._parameters.items():
+                if (gradient := kept.parameters[id].grad) is not None:
+                    totals[name] = gradient
+                    kept.parameters[id].grad = None
+        return {i: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for i, leaf in kept.leaves.items()}
+
+    def _declared(self, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {i: t.detach().to(self._dtypes[i]) for i, t in outs.items()}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._precision == "bfloat16":
+            # the cache of cast weights would outlive the weights' update
+            return torch.autocast(self._device.type, dtype=torch.bfloat16, cache_enabled=False)
+        return nullcontext()
+
+
+class TorchOptimizer:
+    """Optimizers of torch, which change the very tensors they were made for."""
+
+    def __init__(self, config: OptimConfig, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._own = dict(parameters)
+        self._optimizer = Optimizer(config, parameters)
+        self.state, self.load = self._optimizer.state, self._optimizer.load
+
+    def square_sum(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        return sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients.values())
+
+    def step(
+        self, tensors: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], lr: float, scale: float
+    ) -> dict[str, torch.Tensor]:
+        for name, own in self._own.items():
+            if tensors[name] is not own:  # loaded again
+                own.copy_(tensors[name])
+                self._optimizer.reload(name)
+            own.grad = gradients.get(name)
+            if own.grad is not None and scale != 1.0:
+                own.grad.mul_(scale)
+        self._optimizer.step(lr)
+        return self._own
+
+
+class TorchBackend:
+    """torch, 2.4 or newer."""
+
+    def warm_up(self, device: str) -> Ready:
+        """Make torch load what it loads late: its optimizers bring in its compiler."""
+        chosen = choose_device(device)
+        torch.optim.SGD([torch.zeros(1, device=chosen)], lr=1.0).zero_grad()
+        return Ready(chosen, frozenset(name for name in OPS if has_operator(name)))
+
+    def program(
+        self, graph: OpGraph, options: ComputeOptions, device: str, allow_ops: Collection[str] = ()
+    ) -> TorchProgram:
+        return TorchProgram(graph, options, device, allow_ops)
+
+    def optimizer(self, config: OptimConfig, parameters: Mapping[str, torch.Tensor]) -> TorchOptimizer:
+        return TorchOptimizer(config, parameters)
+
+    def from_buffer(self, buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return tensor_from_buffer(buffer, dtype, shape)
+
+    def to_bytes(self, array: torch.Tensor) -> memoryview:
+        return tensor_to_bytes(array)
