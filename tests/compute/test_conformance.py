@@ -12,6 +12,10 @@ class TestTorch(BackendContract):
     backend = "torch"
 
 
+class TestJax(BackendContract):
+    backend = "jax"
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_backend_is_in_the_kit(name: str) -> None:
     assert name in {case.backend for case in BackendContract.__subclasses__()}

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.kits.torch_faced import TorchFaced
 from torch import nn
 
 from fusionllm.capture.export import capture_module
 from fusionllm.compute import ComputeOptions, OptimConfig
-from fusionllm.compute.stage import Stage
 from fusionllm.errors import GraphError
 from fusionllm.ir.cuts import anchored_ops, list_cuts, split_graph
 
@@ -56,7 +56,7 @@ def stages_of(
     cuts = sorted({min(places, key=lambda p, w=w: abs(p - w)) for w in wanted})
     stages = []
     for graph in split_graph(captured.graph, cuts):
-        stage = Stage(backend, graph, ComputeOptions(**options), optim or OptimConfig(lr=0.1), 4)
+        stage = TorchFaced(backend, graph, ComputeOptions(**options), optim or OptimConfig(lr=0.1), 4)
         for name in stage.missing():
             stage.load(name, captured.tensors[name])
         stages.append(stage)
@@ -162,7 +162,7 @@ class BackendContract:
         for name in ("aten.system.default", "os.system", "aten.linear.out", "torch.load"):
             bad = msgspec.structs.replace(stage.graph, ops=(msgspec.structs.replace(first, name=name), *rest))
             with pytest.raises(GraphError, match="allow-list"):
-                Stage(self.backend, bad, ComputeOptions(), OptimConfig(), 1)
+                TorchFaced(self.backend, bad, ComputeOptions(), OptimConfig(), 1)
 
     def test_values_that_do_not_fit_are_refused(self) -> None:
         (stage,) = stages_of(self.backend, Regression(), example())

@@ -19,7 +19,7 @@ from fusionllm.errors import UserError
 from fusionllm.ir.cluster import NodeProfile
 
 #: name of the backend, and of its framework's package -> where its class is, best first. A new one is a line here.
-BACKENDS = {"torch": "fusionllm.compute.torch_backend:TorchBackend"}
+BACKENDS = {"torch": "fusionllm.compute.torch_backend:TorchBackend", "jax": "fusionllm.compute.jax.backend:JaxBackend"}
 
 #: name -> how its devices are measured.
 CALIBRATIONS = {"torch": "fusionllm.compute.calibrate:calibrate"}

@@ -7,11 +7,14 @@ with ``shape``, ``dtype`` and ``+``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from fusionllm.compute.options import ComputeOptions, OptimConfig
+from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.graph import OpGraph
+from fusionllm.ir.tensor import DTYPES
 
 Array = Any
 
@@ -115,3 +118,15 @@ class Backend(Protocol):
 
     def to_bytes(self, array: Array) -> memoryview:
         """The bytes of an array, little-endian and contiguous; a view of its memory where that can be."""
+
+
+def checked_view(buffer: Any, dtype: str, shape: tuple[int, ...]) -> memoryview:
+    """The bytes of a dense array from outside. Raises RemoteProtocolError when dtype, shape, length do not agree."""
+    if dtype not in DTYPES:
+        raise RemoteProtocolError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    view = memoryview(buffer).cast("B")
+    if any(size < 0 for size in shape) or math.prod(shape) * DTYPES[dtype] != len(view):
+        raise RemoteProtocolError(
+            f"{dtype}{list(shape)} needs {math.prod(shape) * DTYPES[dtype]} bytes, got {len(view)}"
+        )
+    return view

@@ -6,7 +6,6 @@ handler: what draws random numbers, what updates statistics in place, what makes
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from fusionllm.compute.backend import Context
 from fusionllm.compute.philox import seed_of
 from fusionllm.compute.philox_torch import keep_mask
+from fusionllm.compute.sizes import SIZES
 from fusionllm.errors import GraphError
 from fusionllm.ir.ops import OPS
 
@@ -113,14 +113,6 @@ def _copy(self: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
     return src.to(self.dtype).expand(self.shape).clone()
 
 
-_SYM: dict[str, Callable[..., Any]] = {
-    "size": lambda x, dim: x.shape[dim], "neg": operator.neg, "float": float, "int": int, "not": operator.not_,
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
-    "truediv": operator.truediv,
-    "mod": operator.mod, "eq": operator.eq, "ne": operator.ne, "ge": operator.ge, "le": operator.le,
-    "gt": operator.gt, "lt": operator.lt, "max": max, "min": min, "and": lambda a, b: a and b,
-}  # fmt: skip
-
 #: Handlers that want the context and the rng index before their arguments.
 RANDOM: dict[str, Callable[..., Any]] = {
     "ir.dropout": _dropout_handler,
@@ -134,7 +126,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "aten._native_batch_norm_legit_functional.default": _batch_norm,
     "aten._native_batch_norm_legit_no_training.default": _batch_norm_fixed,
     "aten.copy.default": _copy,
-    **{f"sym.{name}": function for name, function in _SYM.items()},
+    **SIZES,
 }
 #: Operators that make a tensor out of nothing, and so must be told the device.
 FACTORIES = frozenset(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
+from fusionllm.compute.backend import checked_view
+from fusionllm.compute.stage import dtype_name
 from fusionllm.errors import RemoteProtocolError
-from fusionllm.ir.tensor import DTYPES
 
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The tensor's dtype as the IR names it, e.g. ``"float32"``."""
-    return str(tensor.dtype).removeprefix("torch.")
+__all__ = ["dtype_name", "tensor_from_buffer", "tensor_to_bytes"]
 
 
 def tensor_to_bytes(tensor: torch.Tensor) -> memoryview:
@@ -26,13 +23,7 @@ def tensor_to_bytes(tensor: torch.Tensor) -> memoryview:
 
 def tensor_from_buffer(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor over a buffer. Raises RemoteProtocolError when dtype, shape and length do not agree."""
-    if dtype not in DTYPES:
-        raise RemoteProtocolError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    view = memoryview(buffer).cast("B")
-    if any(size < 0 for size in shape) or math.prod(shape) * DTYPES[dtype] != len(view):
-        raise RemoteProtocolError(
-            f"{dtype}{list(shape)} needs {math.prod(shape) * DTYPES[dtype]} bytes, got {len(view)}"
-        )
+    view = checked_view(buffer, dtype, shape)
     kind = getattr(torch, dtype)
     if view.readonly and len(view) > 0:
         view = memoryview(bytearray(view))
