@@ -26,6 +26,8 @@ BENCHMARKS = {
     "vision": "benchmarks.vision",
     "finetune": "benchmarks.finetune",
     "wan": "benchmarks.wan",
+    "mixed": "benchmarks.mixed",
+    "backend-speed": "benchmarks.backend_speed",
 }
 
 

@@ -53,7 +53,7 @@ def choose_backend(wish: str) -> str:
         if find_spec(name) is not None:
             return name
     ways = " or ".join(f"pip install 'fusionllm[{name}]'" for name in (BACKENDS if wish == "auto" else [wish]))
-    raise UserError(f"{'no tensor framework' if wish == 'auto' else wish} is installed here; {ways}")
+    raise UserError(f"{'no tensor framework is' if wish == 'auto' else f'{wish} is not'} installed here; {ways}")
 
 
 def framework_versions() -> dict[str, str]:

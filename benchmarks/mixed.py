@@ -1,0 +1,153 @@
+"""One run over nodes of different frameworks, torch -> JAX -> torch, against a single torch process.
+
+Real node processes that join a broker; the JAX node has no torch at all. The reference is the eager model with torch's
+AdamW on the same microbatches. Every loss of every step is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import site
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plain import plain_steps
+
+GPT2 = {
+    "n_layer": 6, "n_head": 4, "n_embd": 64, "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}  # fmt: skip
+MODELS = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2-dropout": ("gpt2", {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
+    "llama": (
+        "llama",
+        {
+            "num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 32,
+        },
+    ),
+}  # fmt: skip
+TORCH_PACKAGES = ("torch", "functorch", "safetensors", "transformers", "peft", "accelerate", "nvidia", "triton")
+
+
+def site_without_torch(folder: Path) -> Path:
+    """A folder of links to all installed packages but torch and what needs it, for a machine without."""
+    found = [Path(p) for p in sys.path if Path(p).name == "site-packages"] or [Path(p) for p in site.getsitepackages()]
+    for entry in (e for place in found for e in place.iterdir()):
+        link = folder / entry.name
+        if not entry.name.lower().startswith(TORCH_PACKAGES) and entry.suffix != ".pth" and not link.exists():
+            link.symlink_to(entry)
+    return folder
+
+
+class MixedCluster:
+    """A broker in this process and a node process per backend, in that order of stages; used in ``with``."""
+
+    def __init__(self, backends: Sequence[str], folder: Path) -> None:
+        self._backends, self._folder = backends, folder
+        self._nodes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> str:
+        from fusionllm.api.loop import LoopThread
+        from fusionllm.broker import Broker
+
+        self._loop, self._broker = LoopThread("broker"), Broker()
+        self._loop.start()
+        ticket = str(self._loop.submit(self._broker.start()).result(30))
+        (self._folder / "site").mkdir(parents=True)
+        bare = site_without_torch(self._folder / "site")
+        for index, backend in enumerate(self._backends):
+            self._nodes.append(self._start(index, backend, ticket, bare))
+        return ticket
+
+    def _start(self, index: int, backend: str, ticket: str, bare: Path) -> subprocess.Popen[bytes]:
+        import fusionllm
+
+        source = str(Path(fusionllm.__file__).parents[1])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        flags = []
+        if backend != "torch":  # no site of its own: only what the links lead to
+            flags, environment["PYTHONPATH"] = ["-S"], f"{source}{os.pathsep}{bare}"
+        command = [
+            sys.executable, *flags, "-m", "fusionllm.cli.main", "join", ticket, "--parent-pipe", "--name",
+            f"node{index}", "--host", "127.0.0.1", "--backend", backend, "--device", "cpu",
+        ]  # fmt: skip
+        with (self._folder / f"node{index}.log").open("wb") as log:
+            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
+
+    def __exit__(self, *_: object) -> None:
+        for node in self._nodes:
+            if node.stdin is not None:
+                node.stdin.close()
+        for node in self._nodes:
+            node.wait(20)
+        self._loop.submit(self._broker.close()).result(10)
+        self._loop.close()
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(self._folder.glob("*.log")))
+
+
+def mixed_config(root: Path, ticket: str, model: str, *, nodes: int, steps: int, **tables: Any) -> Any:
+    """The run's configuration."""
+    from fusionllm.api.config import build_config
+
+    source, shape = MODELS[model]
+    text = Path(__file__).parents[1] / "examples" / "data" / "shakespeare.txt"
+    return build_config(
+        {
+            "run": {"root": str(root), "seed": 3, "base_dir": str(root)},
+            "model": {"source": source, "config": {**shape, "vocab_size": 256}},
+            "data": {"source": str(text), "tokenizer": "bytes", "seq_len": 32},
+            "train": {"steps": steps, "global_batch": 8, "microbatch_size": 2, "pipeline": "1f1b"},
+            "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "warmup_steps": 5, "clip_norm": 1.0},
+            "cluster": {"broker": ticket, "nodes": nodes, "threads": 1},
+            "output": {"sinks": [], "plot": False},
+            **tables,
+        }
+    )
+
+
+def run(argv: list[str]) -> dict[str, Any]:
+    import torch
+
+    import fusionllm
+    from fusionllm.compute import framework_versions
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks mixed", description=__doc__)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--backends", nargs="+", default=["torch", "jax", "torch"])
+    parser.add_argument("--model", action="append", choices=list(MODELS))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rows = []
+    for model in args.model or MODELS:
+        with tempfile.TemporaryDirectory() as name, MixedCluster(args.backends, Path(name) / "nodes") as ticket:
+            root = Path(name)
+            config = mixed_config(root, ticket, model, nodes=len(args.backends), steps=args.steps)
+            losses = fusionllm.train(config=config).losses
+            expected = [loss for loss, _ in plain_steps(config, root)]
+        rel = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+        rows.append({"model": model, "rel": rel, "first": losses[0], "last": losses[-1]})
+        print(f"{model:13} rel {rel:.2g}  loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
+    return {
+        "max_rel_loss_diff": max(row["rel"] for row in rows),
+        "steps": args.steps,
+        "backends": args.backends,
+        "versions": framework_versions(),
+        "models": rows,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (
+        f"{len(result['models'])} models of {result['steps']} steps, {' -> '.join(result['backends'])} ({versions}): "
+        f"largest relative loss difference {result['max_rel_loss_diff']:.2g}"
+    )
