@@ -95,7 +95,7 @@ def plan_job(
     options = msgspec.structs.replace(options, pipeline=layout.pipeline)
     codecs = _link_codecs(layout.codecs)
     for i, (node, stage) in enumerate(zip(nodes, stages)):
-        _check_offer(i, node, stage, [link for pair, link in codecs.items() if i in pair])
+        _check_offer(i, node, stage, options.optim, [link for pair, link in codecs.items() if i in pair])
     assignments = {
         node.name: Assign(
             job=job,
@@ -127,8 +127,10 @@ def plan_job(
     return PlannedJob(planned, assignments)
 
 
-def _check_offer(stage_index: int, node: Member, stage: OpGraph, codecs: Sequence[LinkCodecs]) -> None:
-    """Refuse a stage for a node whose backend lacks an operator or a codec of it. Raises PlanError."""
+def _check_offer(
+    stage_index: int, node: Member, stage: OpGraph, optim: bytes, codecs: Sequence[LinkCodecs]
+) -> None:  # fmt: skip
+    """Refuse a stage for a node whose backend lacks an operator, an optimizer or a codec of it. Raises PlanError."""
     if node.offer is None:
         return
     who = f"stage {stage_index} would go to {node.name}, whose backend {node.backend}"
@@ -137,6 +139,8 @@ def _check_offer(stage_index: int, node: Member, stage: OpGraph, codecs: Sequenc
             f"{who} lacks {len(missing)} of its operators: {', '.join(missing[:8])}; "
             "let a node of another backend join instead (fusionllm join --backend torch)"
         )
+    if missing := sorted(_optimizers(optim) - set(node.offer.optimizers)):
+        raise PlanError(f"{who} has no optimizer {missing[0]!r}; it has {', '.join(node.offer.optimizers)}")
     if codecs and not node.offer.codecs:
         raise PlanError(
             f"{who} has no codecs, but its links compress ({codecs[0].forward} and {codecs[0].backward}): codecs need "
@@ -190,13 +194,28 @@ class _OptimizerName(msgspec.Struct):
     name: str = "adamw"
 
 
+class _OptimizerNames(_OptimizerName):
+    groups: tuple[_OptimizerName, ...] = ()
+
+
+def _optimizers(optim: bytes) -> set[str]:
+    """Names of all optimizers of a job, the run's own and its groups'."""
+    names = _names(optim)
+    own = {"muon", "adamw"} if names.name == "muon" else {names.name}
+    return own | {group.name for group in names.groups if group.name}
+
+
 def _optimizer(optim: bytes) -> str:
     """Its name, of one whose memory is known; any other is taken for the hungriest."""
+    name = _names(optim).name
+    return name if name in OPTIMIZER_COPIES else "adamw"
+
+
+def _names(optim: bytes) -> _OptimizerNames:
     try:
-        name = msgspec.json.decode(optim, type=_OptimizerName).name
+        return msgspec.json.decode(optim, type=_OptimizerNames)
     except msgspec.MsgspecError:
         raise PlanError("the optimizer's options are not JSON; this is a fault of the owner's program") from None
-    return name if name in OPTIMIZER_COPIES else "adamw"
 
 
 def _ladder(compression: Compression) -> tuple[CodecSpec, ...]:

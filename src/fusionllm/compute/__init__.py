@@ -22,7 +22,7 @@ from fusionllm.ir.cluster import NodeProfile
 BACKENDS = {"torch": "fusionllm.compute.torch_backend:TorchBackend", "jax": "fusionllm.compute.jax.backend:JaxBackend"}
 
 #: name -> how its devices are measured.
-CALIBRATIONS = {"torch": "fusionllm.compute.calibrate:calibrate"}
+CALIBRATIONS = {"torch": "fusionllm.compute.calibrate:calibrate", "jax": "fusionllm.compute.jax.calibrate:calibrate"}
 
 __all__ = [
     "BACKENDS",

@@ -43,10 +43,11 @@ class Ran(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What a backend can do on this machine: the device chosen, and those of `ir.ops.OPS` that it executes."""
+    """What a backend can do on this machine: the device chosen, those of `ir.ops.OPS` and of the optimizers it has."""
 
     device: str
     operators: frozenset[str]
+    optimizers: frozenset[str]
 
 
 class Program(Protocol):

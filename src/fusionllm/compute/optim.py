@@ -35,6 +35,11 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return made
 
 
+def has_optimizer(name: str) -> bool:
+    """Whether this torch has an optimizer of ``OPTIMIZERS``."""
+    return hasattr(torch.optim, _CLASSES[name])
+
+
 class Optimizer:
     """The optimizers of a stage; works with no parameter at all."""
 

@@ -15,7 +15,8 @@ from fusionllm.compute.backend import Context, Ran, Ready
 from fusionllm.compute.device import choose_device
 from fusionllm.compute.interpreter import Program
 from fusionllm.compute.ops_torch import has_operator
-from fusionllm.compute.optim import Optimizer
+from fusionllm.compute.optim import Optimizer, has_optimizer
+from fusionllm.compute.optimizers import OPTIMIZERS
 from fusionllm.compute.options import ComputeOptions, OptimConfig
 from fusionllm.compute.wire import tensor_from_buffer, tensor_to_bytes
 from fusionllm.ir.graph import OpGraph
@@ -131,7 +132,7 @@ class TorchBackend:
         """Make torch load what it loads late: its optimizers bring in its compiler."""
         chosen = choose_device(device)
         torch.optim.SGD([torch.zeros(1, device=chosen)], lr=1.0).zero_grad()
-        return Ready(chosen, frozenset(name for name in OPS if has_operator(name)))
+        return Ready(chosen, frozenset(filter(has_operator, OPS)), frozenset(filter(has_optimizer, OPTIMIZERS)))
 
     def program(
         self, graph: OpGraph, options: ComputeOptions, device: str, allow_ops: Collection[str] = ()

@@ -55,7 +55,10 @@ class NodeAgent:
                 ready = await self._loop.run_in_executor(None, warm_up, self.backend, config.device)
                 self._device = ready.device
                 _, port = await self._endpoint.listen(self.config.host, self.config.port)
-                offer = m.Offer(device=ready.device, operators=tuple(sorted(ready.operators)), codecs=can_compress())
+                offer = m.Offer(
+                    device=ready.device, operators=tuple(sorted(ready.operators)),
+                    optimizers=tuple(sorted(ready.optimizers)), codecs=can_compress(),
+                )  # fmt: skip
                 await channel.send(m.Listening(host=self.config.advertise, port=port, offer=offer))
                 log.info(
                     "joined as process %d; computing with %s on %s, listening for tensors on port %d",

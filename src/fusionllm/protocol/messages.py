@@ -132,11 +132,13 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What a node can do, known once its framework is loaded.
 
     Attributes:
-        operators: those of `ir.ops.OPS` that its backend executes. codecs: whether it has those beyond dense.
+        operators: those of `ir.ops.OPS` that its backend executes. optimizers: those it has, by name.
+        codecs: whether it has those beyond dense.
     """
 
     device: str
     operators: tuple[str, ...]
+    optimizers: tuple[str, ...]
     codecs: bool
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from fusionllm.compute.backend import Ready, checked_view
 from fusionllm.compute.jax.operators import TABLE
-from fusionllm.compute.jax.optim import JaxOptimizer
+from fusionllm.compute.jax.optim import RULES, JaxOptimizer
 from fusionllm.compute.jax.program import JaxProgram
 from fusionllm.compute.options import ComputeOptions, OptimConfig
 from fusionllm.errors import GraphError, RemoteProtocolError, UserError
@@ -40,6 +40,11 @@ def _devices() -> dict[str, Any]:
     return {**found, "cpu": jax.devices("cpu")[0]}
 
 
+def find_device(name: str) -> Any:
+    """A device by the name `JaxBackend.warm_up` gave."""
+    return _devices()[name]
+
+
 def _choose_device(wish: str) -> str:
     devices = list(_devices())
     for device in devices:
@@ -54,15 +59,15 @@ class JaxBackend:
     def warm_up(self, device: str) -> Ready:
         """Start XLA on the device."""
         chosen = _choose_device(device)
-        jax.device_put(np.zeros(1, np.float32), _devices()[chosen]).block_until_ready()
-        return Ready(chosen, frozenset(TABLE) & frozenset(OPS))
+        jax.device_put(np.zeros(1, np.float32), find_device(chosen)).block_until_ready()
+        return Ready(chosen, frozenset(TABLE) & frozenset(OPS), frozenset(RULES))
 
     def program(
         self, graph: OpGraph, options: ComputeOptions, device: str, allow_ops: Collection[str] = ()
     ) -> JaxProgram:
         if own := sorted({op.name for op in graph.ops} & set(allow_ops) - set(OPS)):
             raise GraphError(f"operator {own[0]!r} is of a torch library; let a torch node take this stage")
-        return JaxProgram(graph, options, _devices()[device])
+        return JaxProgram(graph, options, find_device(device))
 
     def optimizer(self, config: OptimConfig, parameters: Mapping[str, Any]) -> JaxOptimizer:
         return JaxOptimizer(config, parameters)

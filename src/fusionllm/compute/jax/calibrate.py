@@ -1,0 +1,73 @@
+"""`compute.calibrate` for JAX: the same kinds of operators and sizes, compiled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from fusionllm.compute.jax.backend import find_device
+from fusionllm.compute.jax.operators import TABLE
+from fusionllm.ir.cluster import NodeProfile, OpKind, Sample
+
+#: A size is the last of its kind when a call takes this long.
+_LONG_S = 0.01
+_REPEATS = 5
+_Case = tuple[OpKind, float, float, Callable[..., Any], tuple[Any, ...]]
+
+
+def calibrate(device: str) -> NodeProfile:
+    """Time matrix products, attention, convolution and plain movements on ``device``, float32, forward."""
+    own = find_device(device)
+    samples: list[Sample] = []
+    with jax.default_device(own):
+        for cases in (_matmul(), _attention(), _convolution(), _memory()):
+            for kind, flops, moved_bytes, function, args in cases:
+                seconds = _median_s(jax.jit(function), args)
+                samples.append(Sample(kind=kind, flops=flops, moved_bytes=moved_bytes, seconds=seconds))
+                if seconds > _LONG_S:
+                    break
+    stats = own.memory_stats() or {}
+    free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else psutil.virtual_memory().available
+    return NodeProfile(device=f"{own.device_kind} (jax)", memory_bytes=float(free), samples=tuple(samples))
+
+
+def _median_s(call: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    times = []
+    for _ in range(_REPEATS + 1):  # the first compiles and does not count
+        started = time.perf_counter()
+        call(*args).block_until_ready()
+        times.append(time.perf_counter() - started)
+    return max(sorted(times[1:])[_REPEATS // 2], 1e-9)
+
+
+def _matmul() -> Iterator[_Case]:
+    linear = TABLE["aten.linear.default"]
+    for size in (32, 128, 256, 512, 1024, 2048, 4096, 8192):
+        a = jnp.ones((size, size), jnp.float32)
+        yield "matmul", 2.0 * size**3, 12.0 * size**2, lambda a, b: linear(a, b), (a, a)
+
+
+def _attention() -> Iterator[_Case]:
+    attention = TABLE["aten.scaled_dot_product_attention.default"]
+    for rows in (1, 4, 16, 64, 256):
+        q = jnp.ones((rows, 8, 128, 64), jnp.float32)
+        call = lambda q: attention(None, q, q, q, is_causal=True)  # noqa: E731
+        yield "attention", 4.0 * rows * 8 * 128 * 128 * 64, 16.0 * q.size, call, (q,)
+
+
+def _convolution() -> Iterator[_Case]:
+    conv, weight = TABLE["aten.conv2d.default"], jnp.ones((64, 64, 3, 3), jnp.float32)
+    for rows in (1, 4, 16, 64):
+        x = jnp.ones((rows, 64, 28, 28), jnp.float32)
+        yield "convolution", 2.0 * x.size * 64 * 9, 8.0 * x.size, lambda x, w: conv(x, w, padding=1), (x, weight)
+
+
+def _memory() -> Iterator[_Case]:
+    for size in (1 << 10, 1 << 20, 1 << 22, 1 << 24, 1 << 26):
+        x = jnp.ones(size, jnp.float32)
+        yield "memory", float(size), 8.0 * size, lambda x: jax.nn.gelu(x, approximate=False), (x,)
