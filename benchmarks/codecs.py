@@ -33,7 +33,8 @@ LADDER = (
     "identity", "cast", "cast:dtype=float16", "int8", "int8:block=64", "int4:block=64", "fp8", "hadamard",
     "hadamard:bits=2", "hadamard:bits=1", "outlier", "topk-paper:ratio=10", "topk:ratio=10",
     "topk:ratio=10,scope=row", "topk-paper:ratio=100", "topk:ratio=100", "topk:ratio=13,scope=row",
-    "randomk:ratio=8", "zstd", "zstd(cast)", "klt:rate=1", "klt:rate=4", "tangent(hadamard:bits=2)",
+    "randomk:ratio=8", "zstd", "zstd(cast)", "klt:rate=1", "klt:rate=4", "klt-ec:rate=0.35", "klt-ec:rate=1",
+    "klt-ec:rate=2", "klt-ec:rate=4", "tangent(hadamard:bits=2)", "tangent:bits=8(klt-ec:rate=0.35)",
 )  # fmt: skip
 _NAIVE, _CODED = "topk-paper:ratio=100", "topk:ratio=100"
 
@@ -63,7 +64,7 @@ def measure(spec: CodecSpec, x: Tensor, repeats: int, activation: Tensor | None 
     reference = Reference(forward, memory=memory)
     decoded = compress.decode(data, spec, x.shape, "float32", reference=reference)
     num_bytes = len(data)
-    if spec.core.name == "klt":
+    if spec.core.name in ("klt", "klt-ec"):
         num_bytes += (sizes[0] - len(data)) // spec.core.integer("refresh")
     seen = compress.measure_distortion(x, decoded, num_bytes)
     encode_ms = median_ms(lambda: compress.encode(x, before, reference=reference), repeats)
