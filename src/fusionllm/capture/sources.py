@@ -10,7 +10,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 import torch
 
+from fusionllm.capture import bottleneck
 from fusionllm.capture.empty import without_weights
-from fusionllm.capture.options import ARCHITECTURES, ModelConfig
+from fusionllm.capture.options import ARCHITECTURES, BottleneckConfig, ModelConfig
 from fusionllm.errors import UserError
 
 _FORMS = "gpt2, llama, a Hugging Face folder, a config.json, or python:MODULE:FUNCTION"
@@ -32,12 +33,16 @@ class Source:
     Attributes:
         example_inputs: inputs by name with at least 2 rows, when the source gave some.
         max_seq_len, vocab_size: of a language model, None where there is no such thing.
+        pretrained: its weights were read from a folder.
+        notice: a sentence for whoever creates the job about what was changed in the model; empty for nothing.
     """
 
     module: torch.nn.Module
     example_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     max_seq_len: int | None = None
     vocab_size: int | None = None
+    notice: str = ""
+    pretrained: bool = False
 
 
 def resolve_model(
@@ -61,8 +66,20 @@ def resolve_model(
                 source = _build(msgspec.structs.replace(config, init="random"), base_dir)
         else:
             source = _build(config, base_dir)
+        if config.bottleneck.rank:
+            folder = base_dir / config.source if module is None and source.pretrained else None
+            with without_weights() if empty else nullcontext():
+                _add_bottlenecks(source, config.bottleneck, folder)
     source.module.train()
     return source
+
+
+def _add_bottlenecks(source: Source, config: BottleneckConfig, folder: Path | None) -> None:
+    """Cuts of the config, with the weights that a folder has for them."""
+    bottleneck.add_bottlenecks(source.module, config, pretrained=source.pretrained)
+    if folder is not None:
+        bottleneck.load_saved(source.module, folder)
+    source.notice = bottleneck.notice(config)
 
 
 def _given(module: torch.nn.Module) -> Source:
@@ -140,6 +157,7 @@ def _read_config(path: Path, overrides: Mapping[str, Any]) -> Any:
 
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+        bottleneck.read_saved(raw)
         kind = raw.pop("model_type")
         return _overridden(AutoConfig.for_model(kind, **raw), kind, raw, overrides)
     except (ValueError, KeyError, AttributeError, OSError) as error:
@@ -162,7 +180,14 @@ def _from_folder(path: Path, config: ModelConfig) -> Source:
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise UserError(f"Hugging Face cannot load {path}: {error}") from None
-    return _with_limits(Source(module), hf_config)
+    source = _with_limits(Source(module, pretrained=True), hf_config)
+    saved = bottleneck.read_saved(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    if saved is not None and not config.bottleneck.rank:
+        raise UserError(
+            f"{path} was trained with low-rank cuts that stayed; set model.bottleneck.rank = {saved['rank']}, "
+            f"cuts = {len(saved['after'])}, embed = {str(saved['embed']).lower()} (and anneal, to be rid of them)"
+        )
+    return source
 
 
 def _from_python(name: str, base_dir: Path) -> Source:

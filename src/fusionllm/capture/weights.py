@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fusionllm.capture.bottleneck import is_open, plan_of, save_with_bottlenecks, without_bottlenecks
 from fusionllm.errors import CheckpointError, UserError
 
 
@@ -34,11 +35,18 @@ def write_back(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def export_hf(module: torch.nn.Module, folder: Path, tokenizer_file: Path | None = None) -> None:
-    """Write a Hugging Face folder. Raises UserError for a module that is not a Hugging Face model."""
-    save = getattr(module, "save_pretrained", None)
-    if save is None:
+    """Write a Hugging Face folder; low-rank cuts that are still at work bring their own modelling file.
+
+    Raises UserError for a module that is not a Hugging Face model.
+    """
+    if getattr(module, "save_pretrained", None) is None:
         raise UserError(f"{type(module).__name__} is not a Hugging Face model, so there is no folder to write")
-    save(folder)
+    plan = plan_of(module)
+    if plan is not None and plan["kind"] == "learned" and not is_open(module):
+        save_with_bottlenecks(module, folder)
+    else:
+        plain: Any = without_bottlenecks(module)
+        plain.save_pretrained(folder)
     if tokenizer_file is not None:
         from transformers import PreTrainedTokenizerFast
 
