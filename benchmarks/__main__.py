@@ -21,6 +21,7 @@ BENCHMARKS = {
     "planner": "benchmarks.planner",
     "paper": "benchmarks.paper",
     "convergence": "benchmarks.convergence",
+    "pareto": "benchmarks.pareto",
     "capture": "benchmarks.capture",
     "bigmodel": "benchmarks.bigmodel",
     "vision": "benchmarks.vision",
