@@ -24,7 +24,10 @@ def geometric(seed: int, rows: int, shares: list[float]) -> np.ndarray:
 
 
 @given(
-    st.integers(0, 2**31), st.integers(0, 40), st.lists(st.floats(0, 0.99), max_size=12), st.sampled_from([1, 9, 1024])
+    st.integers(0, 2**31),
+    st.integers(0, 40),
+    st.lists(st.floats(0, 0.99), max_size=12),
+    st.sampled_from([1, 9, MAX_MAGNITUDE]),
 )
 @settings(max_examples=60, deadline=None)
 def test_integers_come_back(seed: int, rows: int, shares: list[float], limit: int) -> None:

@@ -11,7 +11,8 @@ from benchmarks.pareto import draw, front, points_of, table
 
 def record(name: str, ratio: float, delta: float, lr: float = 1e-3, **more: Any) -> dict[str, Any]:
     return {
-        "name": name, "lr": lr, "true_ratio": ratio, "delta": delta, "delta_annealed": math.nan, "diverged": False, **more
+        "name": name, "lr": lr, "true_ratio": ratio, "delta": delta, "delta_annealed": math.nan, "diverged": False,
+        **more,
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ Classes = npt.NDArray[np.uint8]
 NONZERO_EDGES = np.array([0.006, 0.015, 0.03, 0.06, 0.11, 0.18, 0.28, 0.4, 0.6, 0.75, 0.88])
 LONGER_EDGES = np.array([0.1, 0.25, 0.42, 0.6, 0.78, 0.9])
 #: Magnitudes above are the sender's to clip.
-MAX_MAGNITUDE = 1 << 10
+MAX_MAGNITUDE = 1 << 12
 _MAX_NUMBER_BYTES = 6
 
 

@@ -7,8 +7,9 @@ takes a fourth to an eighth of the error of ``klt`` at the same rate. The step i
 it takes its rate and no more.
 
 Wire: head (version of the basis, whether one follows, directions in use, step, two offsets of the reconstruction,
-largest rms), [the basis, int8 columns with a scale each], rms per row in eighths of an octave, a class per direction,
-integers. Reference: entropy-coded scalar quantisation, Sullivan 1996 (dead zone, reconstruction in the centroid).
+largest rms), [the basis, int8 columns with a scale each], rms per row in eighths of an octave, what is taken off the
+directions whose mean is not zero, a class per direction, integers. Reference: entropy-coded scalar quantisation,
+Sullivan 1996 (dead zone, reconstruction in the centroid).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fusionllm.compress.codec import (
     to_bytes_view,
 )
 from fusionllm.compress.dense import saturating_cast
-from fusionllm.compress.flags import MAX_MAGNITUDE, Reader, classes_of, read_integers, write_integers
+from fusionllm.compress.flags import MAX_MAGNITUDE, Integers, Reader, classes_of, read_integers, write_integers
 from fusionllm.compress.quantise import dequantise, quantise, read_scales, row_rms
 from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.codec import CodecSpec
@@ -57,6 +58,8 @@ _LEAST_SHARE = 0.004
 _STEPS_PER_OCTAVE = 8.0
 _ZERO_ROW = 255
 _MAX_ATTEMPTS = 40
+#: Codes and the shifts taken off them together stay within what the coder takes.
+_MAX_CODE = MAX_MAGNITUDE // 2
 
 
 def _init(spec: CodecSpec, shape: tuple[int, ...], dtype: str) -> dict[str, Tensor]:
@@ -93,8 +96,14 @@ def _scales_of(top: float, codes: Tensor) -> Tensor:
     return torch.where(codes == _ZERO_ROW, torch.zeros_like(scales), scales).float()
 
 
-def _magnitudes(coefficients: Tensor, step: float) -> Tensor:
-    return (coefficients.abs() / step + (1 - _ROUND_UP_FROM)).floor_().clamp_(max=MAX_MAGNITUDE)
+def _quantised(coefficients: Tensor, step: float) -> Tensor:
+    """Signed codes, whole numbers as float32."""
+    return (coefficients.abs() / step + (1 - _ROUND_UP_FROM)).floor_().clamp_(max=_MAX_CODE).copysign_(coefficients)
+
+
+def _shifts(means: Tensor, step: float) -> Tensor:
+    """What to take off the codes of each direction: its mean, large for the few that hold a model's offsets."""
+    return (means / step).round().clamp(-_MAX_CODE, _MAX_CODE)
 
 
 def _entropy_bits(nonzeros: Tensor, sums: Tensor, num_rows: int) -> float:
@@ -127,13 +136,14 @@ def find_step(coefficients: Tensor, budget_bits: float, start: float) -> tuple[f
     """The step that spends the budget on coefficients [rows, directions], to 2 %.
 
     Returns:
-        The step, and per direction how many coefficients it leaves and the sum of their magnitudes, float64.
+        The step, and per direction how many codes off its shift it leaves and the sum of their magnitudes, float64.
     """
     largest = float(coefficients.abs().max()) if coefficients.numel() else 0.0
-    least = max(largest / (MAX_MAGNITUDE - 1), 1e-30)
+    means = coefficients.mean(0)
+    least = max(largest / (_MAX_CODE - 1), 1e-30)
     step, too_fine, enough = max(start, least), 0.0, math.inf
     for _ in range(_MAX_ATTEMPTS):
-        magnitudes = _magnitudes(coefficients, step)
+        magnitudes = (_quantised(coefficients, step) - _shifts(means, step)).abs_()
         nonzeros = (magnitudes > 0).sum(0).double()
         sums = magnitudes.sum(0, dtype=torch.float64)
         bits = _entropy_bits(nonzeros, sums, coefficients.shape[0])
@@ -150,8 +160,9 @@ def find_step(coefficients: Tensor, budget_bits: float, start: float) -> tuple[f
 def _refreshed(tensors: dict[str, Tensor], unit: Tensor, budget_bits: float) -> dict[str, Tensor]:
     """A new basis from the covariance, found on the CPU so that every device finds the same."""
     vectors = torch.linalg.eigh(tensors["covariance"].double().cpu()).eigenvectors.flip(1).float()
-    _, nonzeros, _ = find_step(unit @ vectors.to(unit.device), budget_bits, float(tensors["step"]))
-    wanted = (nonzeros.cpu() >= _LEAST_SHARE * unit.shape[0]).nonzero().view(-1)
+    step, _, _ = find_step(unit @ vectors.to(unit.device), budget_bits, float(tensors["step"]))
+    used = (_quantised(unit @ vectors.to(unit.device), step) != 0).sum(0).cpu()
+    wanted = (used >= _LEAST_SHARE * unit.shape[0]).nonzero().view(-1)
     count = int(wanted[-1]) + 1 if wanted.numel() else 1
     scales, codes = quantise(vectors.t()[:count].contiguous(), 8)
     columns, all_scales = torch.zeros_like(tensors["columns"]), torch.zeros_like(tensors["scales"])
@@ -170,7 +181,7 @@ def _basis(tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _offsets(coefficients: Tensor, step: float) -> tuple[float, float]:
     """How far, in steps, the mean coefficient of magnitude 1 and of the others lies from its magnitude."""
-    magnitudes = _magnitudes(coefficients, step)
+    magnitudes = _quantised(coefficients, step).abs_()
     away = (coefficients.abs() / step - magnitudes).double()
     found = []
     for these in (magnitudes == 1, magnitudes > 1):
@@ -185,22 +196,23 @@ def _encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload
     rows = x.reshape(rows_and_width(state.shape)).float()
     top, row_codes, scales = _row_scales(rows, state)
     unit = torch.where(scales > 0, rows.t() / scales, torch.zeros(())).t()
-    budget_bits = klt_ec_budget_bits(state.spec.value, state.shape)
+    row_scales = _write_row_scales(row_codes)
+    budget_bits = klt_ec_budget_bits(state.spec.value, state.shape, len(row_scales))
     tensors, refresh = _advanced(state, unit, budget_bits)
     basis = _basis(tensors)
     count = basis.shape[0]
     coefficients = unit @ basis.t().to(x.device)
-    limit = klt_ec_message_num_bytes(state.spec.value, state.shape) - _HEAD.size
+    limit = klt_ec_message_num_bytes(state.spec.value, state.shape) - _HEAD.size - len(row_scales)
     step, nonzeros, sums = find_step(coefficients, budget_bits, float(tensors["step"]))
-    body = _body(coefficients, step, nonzeros, sums, row_codes)
+    body = _body(coefficients, step, nonzeros, sums)
     while len(body) > limit:
         budget_bits *= 0.8
         step, nonzeros, sums = find_step(coefficients, budget_bits, step)
-        body = _body(coefficients, step, nonzeros, sums, row_codes)
+        body = _body(coefficients, step, nonzeros, sums)
     offsets = _offsets(coefficients, step)
     head = _HEAD.pack(int(tensors["version"]) & 0xFFFFFFFF, refresh, count, step, *offsets, top)
     sent = [to_bytes_view(tensors["scales"][:count]), to_bytes_view(tensors["columns"][:count])] if refresh else []
-    return [memoryview(head), *sent, memoryview(body)], {**tensors, "step": torch.tensor(step)}
+    return [memoryview(head), *sent, memoryview(row_scales + body)], {**tensors, "step": torch.tensor(step)}
 
 
 def _advanced(state: CodecState, unit: Tensor, budget_bits: float) -> tuple[dict[str, Tensor], bool]:
@@ -216,15 +228,44 @@ def _advanced(state: CodecState, unit: Tensor, budget_bits: float) -> tuple[dict
     return tensors, refresh
 
 
-def _body(coefficients: Tensor, step: float, nonzeros: Tensor, sums: Tensor, row_codes: Tensor) -> bytes:
-    """Rows' scales, directions' classes and integers."""
-    magnitudes = _magnitudes(coefficients, step)
-    codes = torch.where(coefficients < 0, -magnitudes, magnitudes).to(torch.int64).cpu().numpy()
-    used = np.flatnonzero(nonzeros.cpu().numpy())
+def _write_column(codes: Integers) -> bytes:
+    """Integers of one kind [n]: their class and themselves."""
+    nonzeros, total = np.array([np.count_nonzero(codes)], float), np.array([np.abs(codes).sum()], float)
+    classes = classes_of(nonzeros, total, max(1, codes.size))
+    return classes.tobytes() + write_integers(codes[:, None], classes)
+
+
+def _read_column(reader: Reader, count: int) -> Integers:
+    return read_integers(reader, count, np.frombuffer(reader.take(1), np.uint8))[:, 0]
+
+
+def _write_row_scales(codes: Tensor) -> bytes:
+    """Scales [rows] as a byte each, or by how far they are from the middle one where that is less."""
+    plain = codes.cpu().numpy()
+    middle = int(np.median(plain))
+    coded = bytes((1, middle)) + _write_column(plain.astype(np.int64) - middle)
+    return coded if len(coded) <= plain.size else b"\0" + plain.tobytes()
+
+
+def _read_row_scales(reader: Reader, num_rows: int) -> Tensor:
+    kind = reader.take(1)[0]
+    if kind == 0:
+        return from_bytes_view(reader.take(num_rows), (num_rows,), torch.uint8)
+    codes = reader.take(1)[0] + _read_column(reader, num_rows)
+    if kind > 1 or codes.min() < 0 or codes.max() > _ZERO_ROW:
+        raise RemoteProtocolError(f"the scales of {num_rows} rows are not between 0 and {_ZERO_ROW}")
+    return torch.from_numpy(codes.astype(np.uint8))
+
+
+def _body(coefficients: Tensor, step: float, nonzeros: Tensor, sums: Tensor) -> bytes:
+    """Directions' shifts and classes, and the integers."""
+    shifts = _shifts(coefficients.mean(0), step)
+    codes = (_quantised(coefficients, step) - shifts).to(torch.int64).cpu().numpy()
+    used = np.flatnonzero((nonzeros.cpu() > 0) | (shifts.cpu() != 0))
     count = int(used[-1]) + 1 if used.size else 0
     classes = classes_of(nonzeros.cpu().numpy()[:count], sums.cpu().numpy()[:count], codes.shape[0])
-    integers = write_integers(codes[:, :count], classes)
-    return b"".join((to_bytes_view(row_codes), _COUNT.pack(count), classes.tobytes(), integers))
+    head = _COUNT.pack(count) + _write_column(shifts.cpu().numpy()[:count].astype(np.int64))
+    return b"".join((head, classes.tobytes(), write_integers(codes[:, :count], classes)))
 
 
 def _read_basis(data: Reader, width: int, count: int) -> dict[str, Tensor]:
@@ -270,12 +311,13 @@ def _decode(payload: memoryview, spec: CodecSpec, shape: tuple[int, ...], dtype:
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
     tensors, (step, near, far, top), reader = _open(payload, spec, width, reference.memory)
     basis = _basis(tensors)
-    scales = _scales_of(top, from_bytes_view(reader.take(num_rows), (num_rows,), torch.uint8))
+    scales = _scales_of(top, _read_row_scales(reader, num_rows))
     (count,) = _COUNT.unpack(reader.take(_COUNT.size))
     if count > basis.shape[0]:
         raise RemoteProtocolError(f"payload of {spec} uses {count} directions of {basis.shape[0]}")
+    shifts = _read_column(reader, count)
     classes = np.frombuffer(reader.take(count), np.uint8)
-    codes = torch.from_numpy(read_integers(reader, num_rows, classes)).float()
+    codes = torch.from_numpy(read_integers(reader, num_rows, classes) + shifts).float()
     reader.end()
     offset = torch.where(codes.abs() > 1, far, near)
     coefficients = (codes + offset * codes.sign()) * step

@@ -228,14 +228,13 @@ def _klt_expected(value: Values, shape: Shape) -> float:
 
 #: Version, whether a basis follows, directions, step, two offsets, scale.
 KLT_EC_HEAD_NUM_BYTES = 23
-#: The most that heads of streams take: two classes of up to 12 and 7 streams, 16 bytes each.
-_KLT_EC_STREAMS_NUM_BYTES = 19 * 16
+#: The most that heads of streams take: up to 12 and 7 classes of them, and a class of scales and of shifts.
+_KLT_EC_STREAMS_NUM_BYTES = (12 + 7 + 2 + 2) * 16
 
 
-def klt_ec_budget_bits(value: Values, shape: Shape) -> float:
-    """Bits for the coefficients of a message: its rate without head, scales, and some for the coder's imperfection."""
-    rows, width = rows_and_width(shape)
-    bits = float(value("rate")) * rows * width - 8 * (KLT_EC_HEAD_NUM_BYTES + rows)
+def klt_ec_budget_bits(value: Values, shape: Shape, scales_num_bytes: int) -> float:
+    """Bits for the coefficients of a message: its rate without head and scales, and some for the coder's part."""
+    bits = float(value("rate")) * math.prod(shape) - 8 * (KLT_EC_HEAD_NUM_BYTES + scales_num_bytes)
     return max(0.0, 0.955 * bits)
 
 
@@ -244,7 +243,7 @@ def klt_ec_message_num_bytes(value: Values, shape: Shape) -> int:
     rows, width = rows_and_width(shape)
     if rows * width == 0:
         return 0
-    least = KLT_EC_HEAD_NUM_BYTES + rows + 2 + width + _KLT_EC_STREAMS_NUM_BYTES
+    least = KLT_EC_HEAD_NUM_BYTES + rows + 4 + 4 * width + _KLT_EC_STREAMS_NUM_BYTES
     return least + math.ceil(float(value("rate")) * rows * width / 8)
 
 
