@@ -153,6 +153,8 @@ def test_a_message_with_infinity_can_travel_dense() -> None:
     assert used == spec
     bad = normal(1)
     bad[2, 3] = float("inf")
+    with pytest.raises(UserError, match=r"holds NaN or infinity.*; 1 such elements, the first at \[2, 3\]"):
+        compress.encode(bad, state)
     used, payload, after = compress.encode_or_dense(bad, state)
     assert used == IDENTITY and after is state
     assert torch.equal(compress.decode(payload, used, SHAPE, "float32"), bad)

@@ -113,8 +113,18 @@ def encode(x: Tensor, state: CodecState, *, reference: Reference | None = None) 
     check_tensor(x, state)
     _check_reference(state.spec, state.shape, reference)
     # Contiguous, so that the same values give the same bytes however they lay in memory.
-    payload, tensors = codec_of(state.spec).encode(x.detach().contiguous(), state, reference or _NO_REFERENCE)
+    dense = x.detach().contiguous()
+    try:
+        payload, tensors = codec_of(state.spec).encode(dense, state, reference or _NO_REFERENCE)
+    except UserError as error:
+        raise UserError(f"{error}{_first_nonfinite(dense)}") from None
     return payload, state.with_tensors(tensors)
+
+
+def _first_nonfinite(x: Tensor) -> str:
+    """Where the trouble begins, for the message of a refusal."""
+    bad = (~x.isfinite()).nonzero()
+    return f"; {bad.shape[0]} such elements, the first at {bad[0].tolist()}" if bad.numel() else ""
 
 
 def encode_or_dense(
