@@ -41,6 +41,7 @@ class CodedPipeline:
     ) -> None:  # fmt: skip
         options = ComputeOptions(seed=seed, tied="microbatch")
         graphs = split_graph(captured.graph, list(boundaries))
+        self._loss = captured.graph.outputs[0]
         self._tied = tied_params([graph.params for graph in graphs])
         self.stages = [
             TorchStage(graph, options, optim, num_steps, [n for n, holders in self._tied.items() if k in holders])
@@ -111,8 +112,8 @@ class CodedPipeline:
                 self.hidden_rms[value] = float(outs[value].float().square().mean().sqrt())
                 for consumer in self._consumers[value]:
                     seen[value, consumer] = self._send("f", value, consumer, outs[value], coded=coded)
-            for value in stage.graph.outputs:
-                loss = float(outs[value])
+            if self._loss in stage.graph.outputs:
+                loss = float(outs[self._loss])
         return loss, sent, seen
 
     def _run_backward(

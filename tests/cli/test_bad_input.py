@@ -185,12 +185,12 @@ def test_flags_are_frozen():
     flags = {
         "train": {"nodes", "name", "broker", "resume", "sets", "as_json", "run_toml"},
         "broker": {"host", "port", "advertise", "token_hours", "as_json"},
-        "join": {"ticket", "name", "fence", "host", "port", "advertise", "backend", "device"},
+        "join": {"ticket", "name", "fence", "host", "port", "advertise", "backend", "device", "threads"},
         "graph": {"model", "batch", "seq_len", "sets", "as_json", "dot", "text"},
         "export": {"run", "folder", "step", "as_json"},
         "plan": {
             "graph_or_run", "cluster", "microbatch_size", "num_microbatches", "pipeline", "precision", "optimizer",
-            "device_model", "what_if", "as_json",
+            "device_model", "what_if", "advice", "svg", "as_json",
         },
         "testbed up": {"scenario", "name", "throttle", "as_json"},
         "testbed run": {"scenario", "host", "name"},
@@ -217,3 +217,34 @@ def test_the_graph_command(tmp_path):
     summary = json.loads(result.stdout.splitlines()[-1])
     assert summary["ops"] > 50 and summary["single_tensor_cuts"] > 0 and summary["tied"]
     assert "digraph" in invoke("graph", "gpt2", *small, "--seq-len", "16", "--dot").stdout
+
+
+def test_export_onto_a_file_and_lifetimes_that_cannot_be(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    out.write_text("mine")
+    result = invoke("export", str(run), str(out))
+    assert result.exit_code == 2 and "is a file" in result.stderr and out.read_text() == "mine"
+    for hours in ("-1", "nan", "0", "1e9"):
+        result = invoke("broker", "--port", "0", "--token-hours", hours)
+        assert result.exit_code == 2 and "--token-hours" in result.stderr, hours
+
+
+def test_a_users_function_that_raises_is_named_with_its_line(tmp_path):
+    (tmp_path / "mine.py").write_text("def broken():\n    raise RuntimeError('boom inside')\n")
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 100)
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nsource = "python:mine:broken"\n[data]\nsource = "text.txt"\nseq_len = 16\n')
+    result = invoke("graph", str(path))
+    assert result.exit_code == 2 and "broken raised RuntimeError: boom inside" in result.stderr, result.stderr
+    assert "mine.py, line 2" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("model", [42, ["gpt2"], object()])
+def test_what_is_no_model_is_refused_by_its_type(model):
+    import fusionllm
+    from fusionllm.errors import UserError
+
+    with pytest.raises(UserError, match=f"model is a {type(model).__name__}"):
+        fusionllm.train(model, "book.txt", steps=1)

@@ -163,6 +163,48 @@ def test_a_killed_node_ends_the_run_with_its_name(tiny, tmp_path):
     assert [e.step for e in result.history if hasattr(e, "lr")] == list(range(1, done + 3))
 
 
+@pytest.mark.parametrize("ending", ["pipe", "hang-up"])
+def test_a_closed_pipe_and_a_hang_up_leave_a_checkpoint(tiny, tmp_path, ending):
+    process = start(tiny, tmp_path, "--name", "shut", "--set", "train.steps=100000")
+    wait_for_step(process, 2)
+    nodes = children(process)
+    if ending == "pipe":
+        process.stdout.close()
+        with process.stderr as errors:
+            code, err = process.wait(60), errors.read()
+        assert code == 1 and "--resume --name shut" in err and "Traceback" not in err, err[-2000:]
+    else:
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=60)
+        assert process.returncode == 130
+    assert gone(nodes, 10)
+    assert list((tmp_path / "shut" / "checkpoints").glob("step-*"))
+
+
+def test_a_killed_broker_ends_the_run_in_one_sentence(tiny, tmp_path):
+    broker = subprocess.Popen(
+        [*CLI, "broker", "--host", "127.0.0.1", "--port", "0", "--json"], stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    with broker:
+        ticket = json.loads(broker.stdout.readline())["ticket"]
+        node = subprocess.Popen(
+            [*CLI, "join", ticket, "--name", "lab", "--host", "127.0.0.1"], stderr=subprocess.PIPE, text=True
+        )
+        process = start(
+            tiny, tmp_path, "--broker", ticket, "--set", "cluster.nodes=1", "--set", "train.steps=100000",
+            "--set", "cluster.threads=1",
+        )  # fmt: skip
+        wait_for_step(process, 2)
+        broker.kill()
+        _, err = process.communicate(timeout=60)
+        _, said = node.communicate(timeout=60)
+    assert process.returncode == 1 and node.returncode in (0, 1)
+    assert err.splitlines()[-1].startswith(("error: control connection with broker", "error: node lab lost")), err
+    assert "Traceback" not in err and "Task was destroyed" not in err, err[-2000:]
+    assert "Traceback" not in said and "terminate called" not in said, said[-2000:]
+
+
 def test_sigterm_before_the_first_step_leaves_nothing(tiny, tmp_path):
     process = start(tiny, tmp_path / "new", "--set", "cluster.nodes=1")
     deadline = time.monotonic() + 60

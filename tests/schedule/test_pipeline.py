@@ -12,7 +12,6 @@ from fusionllm.schedule.pipeline import (
     PIPELINES,
     SIMULATED,
     build_programs,
-    check_microbatches,
     find_pipeline,
     forward_only,
     pipeline_name,
@@ -176,9 +175,6 @@ def test_depths_that_cannot_be_are_refused(name):
 
 
 def test_bad_numbers_are_named():
-    check_microbatches(4, 4)
-    with pytest.raises(UserError, match=r"3 microbatches for 4 stages.*num_microbatches to 4.*num_stages to 3"):
-        check_microbatches(4, 3)
     with pytest.raises(UserError, match="known: gpipe, 1f1b"):
         build_programs("2f2b", 2, 2)
     with pytest.raises(PlanError, match="stage 2 of 2"):

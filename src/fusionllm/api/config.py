@@ -23,7 +23,7 @@ from fusionllm.errors import UserError
 from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLink, LinkShape, parse_ticket
 from fusionllm.schedule.partition import PARTITIONERS
-from fusionllm.schedule.pipeline import check_microbatches, find_pipeline
+from fusionllm.schedule.pipeline import find_pipeline
 from fusionllm.schedule.ratios import check_rule
 from fusionllm.store.dataset import DataConfig
 from fusionllm.telemetry.sinks import SINKS
@@ -79,7 +79,7 @@ class TrainTable(_Table, frozen=True, kw_only=True):
     tied: str = "step"
     eval_every: int = 0
     eval_batches: int = 0
-    checkpoint_every: int = 0
+    checkpoint_every: int = 100
     keep_checkpoints: int = 2
     prefetch: int = 2
 
@@ -339,11 +339,18 @@ def _check_values(config: RunConfig) -> None:
         parse_ticket(cluster.broker)
     if cluster.fences and (sum(cluster.fences) != cluster.nodes or min(cluster.fences) < 1):
         raise UserError(
-            f"cluster.fences {list(cluster.fences)} adds up to {sum(cluster.fences)}, cluster.nodes is {cluster.nodes}"
+            f"cluster.fences {list(cluster.fences)} adds up to {sum(cluster.fences)}, not to "
+            f"cluster.nodes = {cluster.nodes}; give the nodes of each fence, so that they add up to cluster.nodes"
         )
     _check_compression(config.compression)
     config.fence_links()
-    check_microbatches(cluster.nodes, config.num_microbatches)
+    if config.num_microbatches < cluster.nodes:
+        raise UserError(
+            f"fewer microbatches than stages: train.global_batch {train.global_batch} by train.microbatch_size "
+            f"{train.microbatch_size} makes {config.num_microbatches} for {cluster.nodes} nodes, some of which would "
+            f"idle all the time; set train.global_batch to {cluster.nodes * train.microbatch_size} or more, or "
+            f"cluster.nodes (--nodes) to {config.num_microbatches}"
+        )
 
 
 def _check_compression(table: CompressionTable) -> None:

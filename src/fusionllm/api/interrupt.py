@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run goes on: at once before and after the training, else in order."""
+"""Ctrl-C, SIGTERM and a hang-up while a run goes on: at once before and after the training, else in order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class Interrupt:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle both signals in here; only the main thread can, elsewhere nothing changes."""
+        """Handle the signals in here; only the main thread can, elsewhere nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before: Mapping[int, Any] = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+        before: Mapping[int, Any] = {s: signal.signal(s, self._handle) for s in numbers}
         try:
             yield
         finally:

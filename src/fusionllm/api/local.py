@@ -20,7 +20,7 @@ import msgspec
 from fusionllm.api.loop import LoopThread
 from fusionllm.broker import Broker
 from fusionllm.errors import FusionError
-from fusionllm.node.options import CAN_FORK, Ended, NodeConfig, Nursling
+from fusionllm.node.options import CAN_FORK, PASSIVE_WAITS, Ended, NodeConfig, Nursling
 from fusionllm.protocol.messages import Ticket
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class LocalCluster:
                 stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
-                env={**os.environ, **dict.fromkeys(names, threads)},
+                env={**PASSIVE_WAITS, **os.environ, **dict.fromkeys(names, threads)},
                 start_new_session=True,  # Ctrl-C goes to the owner alone, which stops in order
             )
         assert nursery.stdin is not None

@@ -72,18 +72,20 @@ class OwnerLink:
             return
         try:
             if self._stop is not None and not self._running.done():
-                self._call(self._farewell(reason), 10.0)
+                self._loop.submit(self._farewell(reason)).result(10.0)
                 self._running.result(10.0)
         except (FusionError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
             log.debug("leaving: %s", error)
         self._loop.close()
 
     async def _farewell(self, reason: str) -> None:
-        if self._planned is not None:
-            await self._channel.send(m.EndJob(job=self._planned.job, reason=reason))
-        await self._channel.send(m.Leave(reason=reason or "done"))
         assert self._stop is not None
-        self._stop.set()
+        try:
+            if self._planned is not None:
+                await self._channel.send(m.EndJob(job=self._planned.job, reason=reason))
+            await self._channel.send(m.Leave(reason=reason or "done"))
+        finally:  # with the broker gone there is nobody to say it to
+            self._stop.set()
 
     async def _run(self, joined: concurrent.futures.Future[None]) -> None:
         try:
@@ -100,9 +102,11 @@ class OwnerLink:
                 await channel.send(m.Listening(host="", port=port))
                 joined.set_result(None)
                 reader = asyncio.ensure_future(self._read())
-                await self._stop.wait()
-                reader.cancel()
-                await self._endpoint.close()
+                try:
+                    await self._stop.wait()
+                finally:
+                    reader.cancel()
+                    await self._endpoint.close()
         except BaseException as error:
             if not joined.done():
                 joined.set_exception(error)

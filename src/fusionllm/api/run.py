@@ -22,6 +22,7 @@ from fusionllm.api.local import LocalCluster
 from fusionllm.api.owner import OwnerLink
 from fusionllm.api.trainer import State, Trainer
 from fusionllm.compute import ComputeOptions
+from fusionllm.errors import FusionError
 from fusionllm.ir.graph import encode_graph
 from fusionllm.ir.plan import Plan
 from fusionllm.protocol import messages as m
@@ -94,11 +95,22 @@ class Run:
     def __init__(
         self, config: RunConfig, base_dir: Path, module: torch.nn.Module | None, obj: Any, progress: Progress
     ) -> None:
-        self._config, self._base_dir, self._module, self._obj, self._progress = config, base_dir, module, obj, progress
+        self._config, self._base_dir, self._module, self._obj = config, base_dir, module, obj
+        self._listener: Progress | None = progress
+        self._deaf: OSError | None = None
         self._started = time.perf_counter()
         self._history: list[Event] = []
         self._interrupt, self._told_stopping = Interrupt(), False
         self._predicted_step_s = 0.0
+
+    def _progress(self, event: Any) -> None:
+        """Tell whoever listens. One that cannot hear any more, a closed pipe or a full disk, ends the run in order."""
+        if self._listener is None:
+            return
+        try:
+            self._listener(event)
+        except OSError as error:
+            self._listener, self._deaf, self._interrupt.wanted = None, error, True
 
     def run(self) -> TrainResult:
         config = self._config
@@ -123,7 +135,13 @@ class Run:
                 training = True
                 run_dir.write_config(dump_config(job.config))
                 final, stopped = self._train(job, trainer, run_dir, first_step)
-            return self._finish(job, run_dir, final, plan, stopped)
+            result = self._finish(job, run_dir, final, plan, stopped)
+            if self._deaf is not None:
+                raise FusionError(
+                    f"the output could not be written any more ({self._deaf.strerror or self._deaf}); the run stopped "
+                    f"with a checkpoint; go on with: fusionllm train {run_dir.config} --resume --name {run_dir.name}"
+                )
+            return result
         except BaseException:
             if not training and not config.run.resume:
                 shutil.rmtree(run_dir.path, ignore_errors=True)

@@ -54,6 +54,8 @@ def train(
         >>> result = fusionllm.train("gpt2", "book.txt", steps=100, nodes=2, lr=1e-3)
         >>> result.summary.val_loss
     """
+    if not (model is None or isinstance(model, (str, Mapping)) or hasattr(model, "named_parameters")):
+        raise UserError(f"model is a {type(model).__name__}; give an nn.Module, a source such as 'gpt2', or a table")
     path = None if config is None or isinstance(config, RunConfig) else Path(config)
     given = {"model": model, "data": data}
     options |= {table: value for table, value in given.items() if isinstance(value, Mapping)}
@@ -93,6 +95,8 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
 
     path, out = Path(run).resolve(), Path(folder)
     run_dir = RunDir.open(path.parent, path.name)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; name a new folder")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; name a new folder")
     config = load_config(run_dir.config)

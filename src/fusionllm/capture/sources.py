@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -204,7 +205,14 @@ def _from_python(name: str, base_dir: Path) -> Source:
         function = getattr(module, parts[2], None)
         if not callable(function):
             raise UserError(f"model.source {name!r}: module {parts[1]} has no function {parts[2]!r}")
-        made = function()
+        try:
+            made = function()
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"model.source {name!r}: {parts[2]} raised {type(error).__name__}: {error} "
+                f"({where.filename}, line {where.lineno})"
+            ) from None
     example: dict[str, torch.Tensor] = {}
     if isinstance(made, tuple) and len(made) == 2:
         made, example = made

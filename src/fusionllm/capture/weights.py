@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,40 @@ def write_back(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
         raise CheckpointError(f"{len(missing)} parameters got no value, e.g. {missing[0]}")
 
 
+@contextmanager
+def _for_use(module: Any) -> Iterator[None]:
+    """With the cache that generation lives on, which training did without."""
+    both: list[Any] = [module.config, getattr(module, "generation_config", None)]
+    configs = [config for config in both if hasattr(config, "use_cache")]
+    before = [c.use_cache for c in configs]
+    for config in configs:
+        config.use_cache = True
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, before):
+            config.use_cache = value
+
+
 def export_hf(module: torch.nn.Module, folder: Path, tokenizer_file: Path | None = None) -> None:
     """Write a Hugging Face folder; low-rank cuts that are still at work bring their own modelling file.
 
     Raises UserError for a module that is not a Hugging Face model.
     """
     if getattr(module, "save_pretrained", None) is None:
-        raise UserError(f"{type(module).__name__} is not a Hugging Face model, so there is no folder to write")
+        raise UserError(
+            f"{type(module).__name__} is not a Hugging Face model, so no such folder can be written; its tensors lie "
+            "by name in the run's checkpoints/*/ as safetensors, and fusionllm.train(...).model is the trained module"
+        )
     plan = plan_of(module)
     if plan is not None and plan["kind"] == "learned" and not is_open(module):
         save_with_bottlenecks(module, folder)
     else:
         plain: Any = without_bottlenecks(module)
-        plain.save_pretrained(folder)
+        with _for_use(plain):
+            plain.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # as the files beside it; its writer keeps it to itself
     if tokenizer_file is not None:
         from transformers import PreTrainedTokenizerFast
 

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the run failed, 2 something given was wrong, 130 interrupt
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,8 @@ def broker(
         from fusionllm.telemetry.log import configure_logging
 
         configure_logging("broker")
+        if not 0 < token_hours <= 24 * 365:
+            raise UserError(f"--token-hours is {token_hours}; it must lie above 0 and be at most a year")
         shown = advertise or (host if host not in ("0.0.0.0", "::") else socket.gethostname())
 
         if HOST.fullmatch(shown) is None:
@@ -158,6 +161,7 @@ def join(
     device: Annotated[
         str, typer.Option(help="What to compute on: auto, cpu, cuda, cuda:1, mps, xpu; jax: cpu, gpu, tpu.")
     ] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="Threads that may compute on a CPU; 0: one per core.")] = 0,
 ) -> None:
     """Lend this machine: run stages for the broker of TICKET until Ctrl-C. Only listed operators are executed.
 
@@ -167,12 +171,12 @@ def join(
     """
 
     def work() -> None:
-        from fusionllm.node.agent import NodeAgent
-        from fusionllm.node.loop import run_loop
-        from fusionllm.node.options import NodeConfig
+        from fusionllm.node.options import PASSIVE_WAITS, NodeConfig
         from fusionllm.protocol.messages import parse_ticket
         from fusionllm.telemetry.log import configure_logging
 
+        for key, value in PASSIVE_WAITS.items():
+            os.environ.setdefault(key, value)
         config = NodeConfig(
             ticket=parse_ticket(ticket),
             name=name,
@@ -182,7 +186,11 @@ def join(
             advertise=advertise,
             backend=backend,
             device=device,
+            threads=threads,
         )
+        from fusionllm.node.agent import NodeAgent  # the ticket is read: now for the framework
+        from fusionllm.node.loop import run_loop
+
         agent = NodeAgent(config)
         configure_logging(agent.name)
         run_loop(agent.run())
@@ -262,7 +270,8 @@ def _guard(work: Callable[[], None]) -> None:
     except FusionError as error:
         _stop(str(error), error.exit_code)
     except KeyboardInterrupt:
-        _stop("interrupted", 130)
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
     except BrokenPipeError:
         sys.stderr.close()
         raise typer.Exit(1) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from types import TracebackType
@@ -129,6 +130,14 @@ class LiveReporter:
         self._print(f"results:    {run}")
         self._print(f"loss curve: {run / 'loss.png'}")
         if result.stopped_early:
-            self._print(f"stopped early; go on with: --resume --name {run.name}")
+            resume = f"{_program()} train {run / 'config.toml'} --resume --name {run.name}"
+            self._print(f"stopped early; go on with: {resume}")
+        elif hasattr(result.model, "save_pretrained"):
+            self._print(f"next:       {_program()} export {run} my-model   (a Hugging Face folder)")
         else:
-            self._print(f"next:       fusionllm export {run} my-model   (a Hugging Face folder)")
+            self._print(f"weights:    {run / 'checkpoints'}   (safetensors, by the model's own names)")
+
+
+def _program() -> str:
+    """How this program is called here: by its name where that is on the path, else as it was."""
+    return "fusionllm" if shutil.which("fusionllm") else sys.argv[0]

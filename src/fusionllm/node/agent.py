@@ -119,7 +119,9 @@ class NodeAgent:
     def _begin(self, assign: m.Assign) -> None:
         self._stop_worker()
         try:
-            worker = StageWorker(assign, self._endpoint, self._loop, self._tell, self._device, self.backend)
+            worker = StageWorker(
+                assign, self._endpoint, self._loop, self._tell, self._device, self.backend, self.config.threads
+            )
         except FusionError as error:
             self._tell(m.StageFailed(job=assign.job, stage_index=assign.stage_index, message=str(error)))
             return

@@ -63,6 +63,7 @@ class StageWorker(threading.Thread):
 
     Args:
         tell: sends a control message to the broker; safe to call from this thread.
+        threads: the most that may compute on a CPU, whatever the job asks for; 0: one per core.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class StageWorker(threading.Thread):
         tell: Callable[[Any], None],
         device: str = "cpu",
         backend: str = "torch",
+        threads: int = 0,
     ) -> None:
         super().__init__(name=f"stage-{assign.stage_index}", daemon=True)
         self.assign, self._endpoint, self._loop, self._tell = assign, endpoint, loop, tell
-        self._device, self._backend = device, backend
+        self._device, self._backend, self._threads = device, backend, threads
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.graph: OpGraph = decode_graph(assign.graph)
         self.door = Door(assign, self.graph)
@@ -113,8 +115,8 @@ class StageWorker(threading.Thread):
             compute = msgspec.json.decode(options.compute, type=ComputeOptions)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise RemoteProtocolError(f"bad job options: {error}") from None
-        cores = os.cpu_count() or 1
-        compute = msgspec.structs.replace(compute, num_threads=min(compute.num_threads or cores, cores))
+        most = self._threads or os.cpu_count() or 1
+        compute = msgspec.structs.replace(compute, num_threads=min(compute.num_threads or most, most))
         self._pipeline = find_pipeline(options.pipeline)
         counted = [
             name for name in self.graph.params if assign.tied.get(name, (assign.stage_index,))[0] == assign.stage_index

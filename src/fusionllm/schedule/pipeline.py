@@ -178,15 +178,6 @@ def build_programs(name: str, num_stages: int, num_microbatches: int) -> list[St
     return [pipeline(stage_index, num_stages, num_microbatches) for stage_index in range(num_stages)]
 
 
-def check_microbatches(num_stages: int, num_microbatches: int) -> None:
-    """Refuse a configuration whose pipeline can never be full. Raises UserError."""
-    if num_microbatches < num_stages:
-        raise UserError(
-            f"fewer microbatches than stages: {num_microbatches} microbatches for {num_stages} stages leave nodes "
-            f"idle all the time; set num_microbatches to {num_stages} or more, or num_stages to {num_microbatches}"
-        )
-
-
 def _check(stage_index: int, num_stages: int, num_microbatches: int) -> None:
     if not 0 <= stage_index < num_stages:
         raise PlanError(f"stage {stage_index} of {num_stages}; expected 0 to {num_stages - 1}")

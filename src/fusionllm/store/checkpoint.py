@@ -88,8 +88,8 @@ class Checkpoint:
         meta = self.manifest.meta
         if meta.graph_hash != graph_hash:
             raise CheckpointError(
-                f"{self.path} belongs to another model: its graph is {meta.graph_hash}, this run's is "
-                f"{graph_hash}; resume with the model it was made with, or start a new run"
+                f"{self.path} belongs to another model: its graph is {meta.graph_hash[:12]}, this run's is "
+                f"{graph_hash[:12]}; resume with the run's own config.toml, which has the model it was made with"
             )
         if data_fingerprint is not None and meta.data_fingerprint != data_fingerprint:
             raise CheckpointError(
@@ -230,7 +230,10 @@ def _list(folder: Path) -> list[tuple[int, int, Path]]:
 def _choose(folder: Path, step: int | None) -> Path:
     known = dict(list_checkpoints(folder))
     if not known:
-        raise CheckpointError(f"no checkpoint in {folder}; name a run's checkpoints folder, or start a new run")
+        raise CheckpointError(
+            f"no checkpoint in {folder}: the run ended before its first (train.checkpoint_every); "
+            f"start anew under another name"
+        )
     if step is not None and step not in known:
         steps = ", ".join(map(str, known))
         raise CheckpointError(f"no checkpoint of step {step} in {folder}; there are those of step {steps}")

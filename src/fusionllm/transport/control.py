@@ -43,7 +43,7 @@ class ControlChannel:
     @property
     def remote_host(self) -> str:
         address = self._socket.remote_address
-        return str(address[0]) if address else ""
+        return str(address[0]) if address else "an address that is gone already"
 
     def admitted(self, peer: str) -> None:
         """The newcomer is ``peer`` now: it may send messages of full size."""
