@@ -192,6 +192,11 @@ def test_flags_are_frozen():
             "graph_or_run", "cluster", "microbatch_size", "num_microbatches", "pipeline", "precision", "optimizer",
             "device_model", "what_if", "advice", "svg", "as_json",
         },
+        "simulate": {
+            "graph_or_run", "cluster", "steps", "seed", "jitter", "drift", "drift_time", "loss_every", "back", "detect",
+            "checkpoint_every", "replan_every", "microbatch_size", "num_microbatches", "pipeline", "precision",
+            "optimizer", "device_model", "as_json",
+        },
         "testbed up": {"scenario", "name", "throttle", "as_json"},
         "testbed run": {"scenario", "host", "name"},
         "testbed down": {"scenario", "name"},

@@ -59,6 +59,15 @@ def test_a_cheap_cut_near_the_target_is_preferred():
     assert equal_compute(cuts, [1.0] * 10 + [3.0] * 10, 2) == [15]
 
 
+def test_one_heavy_operator_does_not_let_the_others_be_unequal():
+    cuts = [Cut(i, ("v",), 1) for i in range(1, 41)]
+    costs = [1.0] * 40 + [20.0]
+    got = stage_costs(equal_compute(cuts, costs, 8), costs)
+    assert got[-1] == 20 and sorted(got[:-1]) == [5, 5, 6, 6, 6, 6, 6]
+    got = stage_costs(proportional(cuts, costs, [2, 1, 2, 1, 2, 1, 2, 1]), costs)
+    assert got == [8, 4, 7, 4, 8, 4, 5, 20]
+
+
 def test_stages_follow_their_shares():
     cuts = [Cut(i, ("v",), 1) for i in range(1, 100)]
     assert proportional(cuts, [1.0] * 100, [1, 2, 7]) == [10, 30]

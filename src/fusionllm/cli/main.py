@@ -1,4 +1,6 @@
-"""The command line: `fusionllm train | broker | join | graph | plan | export | testbed`. The roof: parses, prints.
+"""The command line: `fusionllm train | broker | join | graph | plan | simulate | export | testbed`.
+
+The roof: parses, calls the api, prints.
 
 Heavy imports happen inside the commands, so that `--help` and `--version` answer at once and broker needs no torch.
 Exit codes: 0 done, 1 the run failed, 2 something given was wrong, 130 interrupted.
@@ -18,6 +20,7 @@ import typer
 from fusionllm import __version__
 from fusionllm.cli import testbed
 from fusionllm.cli.plan import plan
+from fusionllm.cli.simulate import simulate
 from fusionllm.errors import FusionError
 
 app = typer.Typer(
@@ -37,6 +40,7 @@ def _version(value: bool) -> None:
 
 
 app.command()(plan)
+app.command()(simulate)
 app.add_typer(testbed.app, name="testbed")
 
 

@@ -5,6 +5,7 @@ The command; `cli.show_plan` does the work and is imported when it is needed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,13 @@ from fusionllm.schedule.pipeline import PIPELINES, SIMULATED, check_pipeline
 
 PRECISIONS = ("bfloat16", "float32")
 DEVICE_MODELS = ("rates", "lambda")
+
+
+def check_words(given: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
+    """Flags, what they were given, what is known. Raises UserError."""
+    for name, word, known in given:
+        if word not in known:
+            raise UserError(f"{name} is {word!r}; known: {', '.join(known)}")
 
 
 def plan(
@@ -59,12 +67,7 @@ def plan(
         from fusionllm.sim.cluster import load_cluster
         from fusionllm.sim.what_if import change
 
-        for name, word, known in (
-            ("--precision", precision, PRECISIONS),
-            ("--device-model", device_model, DEVICE_MODELS),
-        ):
-            if word not in known:
-                raise UserError(f"{name} is {word!r}; known: {', '.join(known)}")
+        check_words((("--precision", precision, PRECISIONS), ("--device-model", device_model, DEVICE_MODELS)))
         check_pipeline(pipeline)
         spec = load_cluster(cluster)
         specs = {"": spec, **{text: change(spec, text) for text in what_if or ()}}

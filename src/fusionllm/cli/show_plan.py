@@ -97,14 +97,14 @@ def _print_all(studies: dict[str, Study], as_json: bool) -> None:
     for text, found in studies.items():
         if text:
             step_s, before_s = found.step_s, studies[""].step_s
-            console.print(f"what if {text}: {_seconds(step_s)} a step, {before_s / step_s:.2f} times as fast")
+            console.print(f"what if {text}: {format_seconds(step_s)} a step, {before_s / step_s:.2f} times as fast")
 
 
 def print_study(console: Console, found: Study) -> None:
     """Fences, stages, comparison and the nodes left out, for people."""
     fences = ", ".join(f"{name} ({len(nodes)})" for name, nodes in found.fences.items())
     console.print(f"fences: {fences}")
-    table = Table(title=f"{_seconds(found.step_s)} a step, predicted; {found.num_microbatches} microbatches")
+    table = Table(title=f"{format_seconds(found.step_s)} a step, predicted; {found.num_microbatches} microbatches")
     for column in ("stage", "node", "fence", "device", "operators", "compute", "memory", "in flight", "to the next"):
         table.add_column(column)
     for k, stage in enumerate(found.stages):
@@ -115,27 +115,28 @@ def print_study(console: Console, found: Study) -> None:
         memory = f"{format_num_bytes(stage.memory_bytes)} of {format_num_bytes(stage.limit_bytes)}"
         table.add_row(
             str(k), stage.node, stage.fence, stage.device, f"{stage.first_op}-{stage.end_op}",
-            _seconds(stage.compute_s), memory, str(stage.in_flight), to_next,
+            format_seconds(stage.compute_s), memory, str(stage.in_flight), to_next,
         )  # fmt: skip
     console.print(table)
     console.print(f"schedule {found.pipeline}; bubble {found.bubble:.0%}; bottleneck: {found.bottleneck}")
     if found.sync_s:
-        console.print(f"exchange of tied gradients: {_seconds(found.sync_s)} of each step")
+        console.print(f"exchange of tied gradients: {format_seconds(found.sync_s)} of each step")
     for name, value in found.others.items():
         console.print(f"  {name}: {_other(value, found.step_s)}")
     for left in found.left_out:
         console.print(f"left out: {left.count} x {left.device or 'node'} in {left.fence or 'no fence'}: {left.reason}")
     for one in found.advice:
         console.print(
-            f"would help: {one.change}: {one.speedup:.2f} x the rows per second, {_seconds(one.step_s)} a step"
+            f"would help: {one.change}: {one.speedup:.2f} x the rows per second, {format_seconds(one.step_s)} a step"
         )
 
 
 def _other(value: Any, step_s: float) -> str:
-    return (
-        f"no plan: {value}" if isinstance(value, str) else f"{_seconds(value)}, ours is {value / step_s:.2f} x faster"
-    )
+    if isinstance(value, str):
+        return f"no plan: {value}"
+    return f"{format_seconds(value)}, ours is {value / step_s:.2f} x faster"
 
 
-def _seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
+    """``83.1 ms`` or ``2.5 s``."""
     return f"{value * 1e3:.1f} ms" if value < 0.1 else format_duration(value)

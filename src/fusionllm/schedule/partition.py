@@ -10,7 +10,7 @@ a window holds no cut (few or very unequal operators), all cuts are candidates: 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
@@ -100,33 +100,51 @@ def _best_of_windows(windows: Sequence[Sequence[int]], prefix: Sequence[float], 
 
 
 def _smallest_bottleneck(places: Sequence[int], prefix: Sequence[float], fair: Sequence[float]) -> list[int]:
-    """Any boundaries of ``places``: bisect how far stages may exceed their fair cost, fill them from the front."""
-    sums = [prefix[b] for b in places]
-    num_stages = len(fair)
+    """Any boundaries of ``places``: bisect how far stages may exceed their fair cost, then even out below that."""
+    sums = [0.0, *(prefix[b] for b in places), prefix[-1]]
 
-    def fill(limit: float) -> list[int] | None:
-        chosen: list[int] = []
-        start = 0.0
-        for k in range(1, num_stages):
-            first = chosen[-1] + 1 if chosen else 0
-            furthest = bisect_right(sums, start + limit * fair[k - 1]) - 1
-            at = min(furthest, len(places) - (num_stages - k))
-            if at < first:
-                return None
-            chosen.append(at)
-            start = sums[at]
-        return chosen if prefix[-1] - start <= limit * fair[-1] else None
+    def fits(limit: float) -> bool:
+        at = 0
+        for k, cost in enumerate(fair[:-1], 1):
+            furthest = min(bisect_right(sums, sums[at] + limit * cost) - 1, len(sums) - 1 - (len(fair) - k))
+            if furthest <= at:
+                return False
+            at = furthest
+        return sums[-1] - sums[at] <= limit * fair[-1]
 
     low, high = 1.0, prefix[-1] / min(fair) * (1 + 1e-9)
-    found = fill(high)
-    assert found is not None  # every stage fits under the cost of the whole, and there are enough places
     for _ in range(60):
         middle = (low + high) / 2
-        if (better := fill(middle)) is not None:
-            found, high = better, middle
-        else:
-            low = middle
-    return [places[i] for i in found]
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return [places[k - 1] for k in _even(sums, fair, high)]
+
+
+def _even(sums: Sequence[float], fair: Sequence[float], limit: float) -> list[int]:
+    """Indices into ``sums`` at which stages end: no stage above ``limit`` times its fair cost, each near its share.
+
+    What lies between two places and costs more than a mean stage counts as one, so that it takes a stage for itself and
+    does not let all the others be as unequal.
+    """
+    count, end = len(fair), len(sums) - 1
+    pieces = [b - a for a, b in zip(sums, sums[1:])]
+    whole = sums[-1]
+    for _ in range(30):
+        whole = sum(min(piece, whole / count) for piece in pieces)
+    counted = [0.0, *accumulate(min(piece, whole / count) for piece in pieces)]
+    earliest = [0] * count + [end]  # from which the stages from here on can do all the rest
+    for k in range(count - 1, 0, -1):
+        least = bisect_left(sums, sums[earliest[k + 1]] - limit * fair[k] * (1 + 1e-9))
+        earliest[k] = max(k, min(least, earliest[k + 1] - 1))
+    chosen, at, left = [], 0, sum(fair)
+    for k in range(count - 1):
+        target = counted[at] + (counted[end] - counted[at]) * fair[k] / left
+        last = min(bisect_right(sums, sums[at] + limit * fair[k] * (1 + 1e-9)) - 1, end - (count - 1 - k))
+        near = bisect_left(counted, target)
+        near -= near > 0 and target - counted[near - 1] < counted[min(near, end)] - target
+        at = max(at + 1, earliest[k + 1], min(near, last))
+        chosen.append(at)
+        left -= fair[k]
+    return chosen
 
 
 #: Partitioners by the name used in a run's configuration.

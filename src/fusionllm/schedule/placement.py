@@ -29,8 +29,8 @@ from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
 
 #: A backward pass computes the gradients of both operands of each product.
 BACKWARD_OVER_FORWARD = 2.0
-#: How often OP-Fence shifts work away from nodes whose memory is exceeded before it gives up.
-MEMORY_ROUNDS = 12
+#: Parts of a node's memory that OP-Fence fills, one after the other until all nodes hold what they get.
+MEMORY_MARGINS = (1.0, 0.9, 0.8, 0.65, 0.5)
 
 
 class NodeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -184,21 +184,33 @@ def place_equal_compute(workload: Workload, cluster: Cluster) -> Placement:
 def place_op_fence(workload: Workload, cluster: Cluster) -> Placement:
     """All nodes, fence by fence, FLOPs in proportion to speed; less for those whose memory that would exceed."""
     order = fence_order(cluster, find_fences(cluster))
+    nodes = [cluster.nodes[i] for i in order]
     programs = build_programs(workload.pipeline, len(order), workload.num_microbatches) if len(order) > 1 else []
     held = most_held(programs) if stages_per_node(workload.pipeline) == 1 else []
     state, stash = ([0.0, *accumulate(kept)] for kept in (workload.state_bytes, workload.stash_bytes))
-    shares = [cluster.nodes[i].flops_per_s for i in order]
-    for _ in range(MEMORY_ROUNDS):
+    boundaries: list[int] = []
+    for margin in MEMORY_MARGINS:
+        # the part of the model that a node holds, were bytes spread as FLOPs are
+        most = [margin * n.memory_bytes / max(state[-1] + count * stash[-1], 1e-9) for n, count in zip(nodes, held)]
+        shares = _capped_shares([node.flops_per_s for node in nodes], most or [inf] * len(nodes))
         boundaries = proportional(workload.cuts, workload.flops, shares)
         edges = [0, *boundaries, len(workload.flops)]
-        parts = [
-            (state[b] - state[a] + most * (stash[b] - stash[a])) / cluster.nodes[i].memory_bytes
-            for i, most, a, b in zip(order, held, edges, edges[1:])
-        ]
-        if max(parts, default=0.0) <= 1:
+        needs = [state[b] - state[a] + most * (stash[b] - stash[a]) for most, a, b in zip(held, edges, edges[1:])]
+        if all(need <= node.memory_bytes for need, node in zip(needs, nodes)):
             break
-        shares = [share / (1.05 * part) if part > 1 else share for share, part in zip(shares, parts)]
     return Placement(nodes=tuple(order), boundaries=tuple(boundaries))
+
+
+def _capped_shares(speeds: Sequence[float], most: Sequence[float]) -> list[float]:
+    """Parts of a whole in proportion to speed, none above its ``most``; if that leaves some over, all are too large."""
+    if sum(most) <= 1:
+        return list(most)
+    low, high = 0.0, max(part / speed for part, speed in zip(most, speeds) if part < inf) if min(most) < inf else 0.0
+    high = max(high, 1 / sum(speeds))
+    for _ in range(60):
+        level = (low + high) / 2
+        low, high = (low, level) if sum(min(p, level * v) for p, v in zip(most, speeds)) >= 1 else (level, high)
+    return [min(part, high * speed) for part, speed in zip(most, speeds)]
 
 
 #: Placers by the name used in a run's configuration; `schedule.planner` adds ``dp``.

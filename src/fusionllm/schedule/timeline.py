@@ -12,7 +12,7 @@ starts when its link and all lines on its way are free, and keeps each for as lo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -106,12 +106,22 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"{name}, busy {busy / self.step_s if self.step_s else 0:.0%} of the step".replace("%", " %")
 
 
-def replay(programs: Sequence[StageProgram], stages: Sequence[StageModel], links: Sequence[LinkModel]) -> Timeline:
+#: How many times as long as modelled an action of a program (by its place in the list) takes.
+Stretch = Callable[[int, Action], float]
+
+
+def replay(
+    programs: Sequence[StageProgram],
+    stages: Sequence[StageModel],
+    links: Sequence[LinkModel],
+    stretch: Stretch | None = None,
+) -> Timeline:
     """Play the programs of one step.
 
     Args:
         programs: one per node, as `schedule.pipeline.build_programs` gives them.
         stages: one per stage. links: one per pair of neighbours, ``links[k]`` between stage k and k+1.
+        stretch: of each computation and each transfer; without it all take what the models say.
 
     Raises:
         PlanError: counts that do not match, a rate that is not above zero, or programs that deadlock.
@@ -123,7 +133,7 @@ def replay(programs: Sequence[StageProgram], stages: Sequence[StageModel], links
         )
     if any(min(link.bandwidth_bytes_per_s, link.back_bandwidth_bytes_per_s or 1) <= 0 for link in links):
         raise PlanError("a link with a rate that is not above zero; leave its nodes out or measure again")
-    run = _Replay(programs, stages, links)
+    run = _Replay(programs, stages, links, stretch or _as_modelled)
     run.play()
     busy = tuple(sum(s.end_s - s.start_s for s in spans if s.action.kind in _COMPUTE) for spans in run.spans)
     return Timeline(
@@ -134,6 +144,10 @@ def replay(programs: Sequence[StageProgram], stages: Sequence[StageModel], links
     )
 
 
+def _as_modelled(index: int, action: Action) -> float:
+    return 1.0
+
+
 _COMPUTE = ("F", "B", "W", "UPDATE")
 
 
@@ -141,9 +155,13 @@ class _Replay:
     """State of a replay: a clock per node, when each direction of a link is free, when each message arrives."""
 
     def __init__(
-        self, programs: Sequence[StageProgram], stages: Sequence[StageModel], links: Sequence[LinkModel]
+        self,
+        programs: Sequence[StageProgram],
+        stages: Sequence[StageModel],
+        links: Sequence[LinkModel],
+        stretch: Stretch,
     ) -> None:
-        self.programs, self.stages, self.links = programs, stages, links
+        self.programs, self.stages, self.links, self.stretch = programs, stages, links, stretch
         self.splits = [program.splits for program in programs]
         self.clock = [0.0] * len(programs)
         self.spans: list[list[Span]] = [[] for _ in programs]
@@ -177,7 +195,8 @@ class _Replay:
         if needed is not None:
             end = max(start, self.arrival_s[needed])
         else:
-            end = start + self.stages[action.stage_index].compute_s(action.kind, self.splits[index])
+            seconds = self.stages[action.stage_index].compute_s(action.kind, self.splits[index])
+            end = start + seconds * self.stretch(index, action) if seconds else start
         if action.kind in ("SEND_F", "SEND_B"):
             self._send(index, action)
         self.clock[index] = end
@@ -188,10 +207,11 @@ class _Replay:
         stage_index = action.stage_index
         link_index = stage_index if action.kind == "SEND_F" else stage_index - 1
         link, line = self.links[link_index], (link_index, action.kind)
-        transfer, shared = link.transfer_s(action.kind), link.shared_s(action.kind)
+        longer = self.stretch(index, action)
+        transfer, shared = link.transfer_s(action.kind) * longer, link.shared_s(action.kind)
         start = max([self.clock[index], self.free_s[line], *(self.shared_free_s.get(n, 0.0) for n, _ in shared)])
         self.free_s[line] = start + transfer
-        self.shared_free_s |= {name: start + seconds for name, seconds in shared}
+        self.shared_free_s |= {name: start + seconds * longer for name, seconds in shared}
         self.line_s[line] += transfer
         message = stage_index, action.kind, action.microbatch_index
         self.arrival_s[message] = self.free_s[line] + link.latency_s

@@ -1,0 +1,117 @@
+"""`fusionllm simulate`: many steps of a plan in a world with jitter, drift and nodes that leave, under a virtual clock.
+
+The command; `sim.campaign` does the work and is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusionllm.cli.plan import DEVICE_MODELS, PRECISIONS, check_words
+from fusionllm.schedule.pipeline import PIPELINES, SIMULATED, check_pipeline
+
+if TYPE_CHECKING:
+    from fusionllm.sim.campaign import Campaign
+
+#: Happenings shown to people, the first and the last ones.
+SHOWN = 20
+
+
+def simulate(
+    graph_or_run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="GRAPH|RUN.toml", help="A captured graph, or a run's configuration.", show_default=False
+        ),
+    ],
+    cluster: Annotated[Path, typer.Option(metavar="CLUSTER.toml", help="The machines.", show_default=False)],
+    steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Steps to simulate.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Everything random is a function of it.")] = 0,
+    jitter: Annotated[float, typer.Option(help="Of every computation and transfer; 0.05 is about 5 %.")] = 0.05,
+    drift: Annotated[float, typer.Option(help="Of rates between sites; speeds of nodes drift half as much.")] = 0.2,
+    drift_time: Annotated[str, typer.Option(help="What drift forgets over.")] = "10 min",
+    loss_every: Annotated[str, typer.Option(help="Mean time until a node is lost, e.g. '24 h'; 0: never.")] = "0",
+    back: Annotated[str, typer.Option(help="Mean time until a lost node is back; 0: never.")] = "10 min",
+    detect: Annotated[str, typer.Option(help="From a loss until the others know.")] = "10 s",
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps; a loss takes the job back to the last.")] = 50,
+    replan_every: Annotated[
+        int, typer.Option(min=0, help="Steps after which a new plan is tried; 0: after losses.")
+    ] = 0,
+    microbatch_size: Annotated[int, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch.")] = 1,
+    num_microbatches: Annotated[int, typer.Option(min=1, max=4096, help="Microbatches of a step.")] = 16,
+    pipeline: Annotated[str, typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}.")] = "1f1b-ahead",
+    precision: Annotated[str, typer.Option(help=f"Of activations; one of {', '.join(PRECISIONS)}.")] = "bfloat16",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
+    device_model: Annotated[str, typer.Option(help="rates per kind of operator, or the paper's lambda.")] = "rates",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Simulate many steps of a plan: how much slower than planned, and what losses of nodes cost.
+
+    Examples:
+
+      fusionllm simulate gpt2.opdag --cluster examples/clusters/two-universities.toml --steps 500 --seed 1
+
+      fusionllm simulate gpt2.opdag --cluster my.toml --steps 500 --loss-every "6 h" --back "20 min"
+    """
+    from fusionllm.cli.main import _guard
+
+    def work() -> None:
+        import json
+
+        import msgspec
+
+        from fusionllm.cli.show_plan import read_graph
+        from fusionllm.schedule.workload import StepOptions, build_workload
+        from fusionllm.sim.campaign import simulate as run
+        from fusionllm.sim.cluster import build_cluster, load_cluster
+        from fusionllm.sim.world import WorldOptions
+        from fusionllm.units import parse_duration_s
+
+        check_words((("--precision", precision, PRECISIONS), ("--device-model", device_model, DEVICE_MODELS)))
+        check_pipeline(pipeline)
+        options = StepOptions(
+            microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,
+            precision=precision, optimizer=optimizer,
+        )  # fmt: skip
+        world = WorldOptions(
+            jitter=jitter, drift=drift, drift_s=parse_duration_s(drift_time),
+            loss_every_s=parse_duration_s(loss_every), back_s=parse_duration_s(back),
+            detect_s=parse_duration_s(detect), checkpoint_every=checkpoint_every, replan_every=replan_every,
+        )  # fmt: skip
+        machines = build_cluster(load_cluster(cluster), precision, device_model)
+        found = run(build_workload(read_graph(graph_or_run), options), machines, steps, seed, world)
+        if as_json:
+            print(json.dumps({**msgspec.to_builtins(found), "slowdown": found.slowdown}))
+        else:
+            _print(found)
+
+    _guard(work)
+
+
+def _print(found: Campaign) -> None:
+    from rich.console import Console
+
+    from fusionllm.cli.show_plan import format_seconds
+    from fusionllm.units import format_duration
+
+    console = Console(highlight=False)
+    ordered = sorted(found.step_s)
+    median, slow = (format_seconds(ordered[int(part * (len(ordered) - 1))]) for part in (0.5, 0.95))
+    console.print(
+        f"{len(ordered)} steps in {format_duration(found.clock_s)} of virtual time, {found.slowdown:.2f} times what "
+        f"the first plan promised ({format_seconds(found.predicted_step_s)} a step)"
+    )
+    console.print(f"a step: median {median}, 95 % below {slow}")
+    console.print(
+        f"{found.losses} losses, {found.plans} plans, {found.redone} steps done again, "
+        f"{format_duration(found.idle_s)} without progress"
+    )
+    shown = found.happenings
+    if len(shown) > SHOWN:
+        shown = (*shown[: SHOWN // 2], *shown[-SHOWN // 2 :])
+        console.print(f"{len(found.happenings)} happenings, the first and last {SHOWN // 2}:")
+    for one in shown:
+        console.print(f"  {format_duration(one.clock_s)} step {one.step}: {one.what}")
