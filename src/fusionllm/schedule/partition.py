@@ -69,7 +69,7 @@ def proportional(cuts: Sequence[Cut], costs: Sequence[float], shares: Sequence[f
     windows = _windows(cuts, prefix, fair)
     if all(windows):
         return _best_of_windows(windows, prefix, fair)
-    return _smallest_bottleneck([c.boundary for c in cuts], prefix, fair)
+    return _smallest_bottleneck(cuts, prefix, fair)
 
 
 def _windows(cuts: Sequence[Cut], prefix: Sequence[float], fair: Sequence[float]) -> list[list[int]]:
@@ -99,9 +99,9 @@ def _best_of_windows(windows: Sequence[Sequence[int]], prefix: Sequence[float], 
     return list(path[:-1])
 
 
-def _smallest_bottleneck(places: Sequence[int], prefix: Sequence[float], fair: Sequence[float]) -> list[int]:
-    """Any boundaries of ``places``: bisect how far stages may exceed their fair cost, then even out below that."""
-    sums = [0.0, *(prefix[b] for b in places), prefix[-1]]
+def _smallest_bottleneck(cuts: Sequence[Cut], prefix: Sequence[float], fair: Sequence[float]) -> list[int]:
+    """Any of the cuts: bisect how far stages may exceed their fair cost, then even out below that."""
+    sums = [0.0, *(prefix[cut.boundary] for cut in cuts), prefix[-1]]
 
     def fits(limit: float) -> bool:
         at = 0
@@ -116,11 +116,13 @@ def _smallest_bottleneck(places: Sequence[int], prefix: Sequence[float], fair: S
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return [places[k - 1] for k in _even(sums, fair, high)]
+    return [cuts[k - 1].boundary for k in _even(sums, [0, *(cut.num_bytes for cut in cuts)], fair, high)]
 
 
-def _even(sums: Sequence[float], fair: Sequence[float], limit: float) -> list[int]:
+def _even(sums: Sequence[float], num_bytes: Sequence[int], fair: Sequence[float], limit: float) -> list[int]:
     """Indices into ``sums`` at which stages end: no stage above ``limit`` times its fair cost, each near its share.
+
+    Near means within a window, and in that where fewest bytes cross.
 
     What lies between two places and costs more than a mean stage counts as one, so that it takes a stage for itself and
     does not let all the others be as unequal.
@@ -139,9 +141,13 @@ def _even(sums: Sequence[float], fair: Sequence[float], limit: float) -> list[in
     for k in range(count - 1):
         target = counted[at] + (counted[end] - counted[at]) * fair[k] / left
         last = min(bisect_right(sums, sums[at] + limit * fair[k] * (1 + 1e-9)) - 1, end - (count - 1 - k))
-        near = bisect_left(counted, target)
-        near -= near > 0 and target - counted[near - 1] < counted[min(near, end)] - target
-        at = max(at + 1, earliest[k + 1], min(near, last))
+        reach = WINDOW * (counted[end] - counted[at]) * min(fair[k : k + 2]) / left
+        first = max(at + 1, earliest[k + 1])
+        inside = range(
+            max(first, bisect_left(counted, target - reach)), min(last, bisect_right(counted, target + reach) - 1) + 1
+        )
+        nearest = max(first, min(last, bisect_left(counted, target)))
+        at = min(inside or [nearest], key=lambda i: (num_bytes[i], abs(counted[i] - target)))
         chosen.append(at)
         left -= fair[k]
     return chosen
