@@ -51,6 +51,18 @@ def test_a_broken_plan_is_named(stages, tied, message):
         verify_plan(Plan(pipeline="1f1b", num_microbatches=4, stages=stages, tied=tied))
 
 
+def test_a_plan_has_replicas_and_old_text_still_reads():
+    plan = Plan(pipeline="1f1b", num_microbatches=4, stages=(stage(0, 0, 2), stage(1, 2, 4)))
+    text = plan_to_text(plan)
+    assert text.startswith("plan 1f1b microbatches 4 replicas 1\n")
+    assert parse_plan(text.replace(" replicas 1", "")) == parse_plan(text) == plan
+    with pytest.raises(GraphError, match="2 replicas; only 1 can run yet"):
+        parse_plan(text.replace("replicas 1", "replicas 2"))
+    for broken in (" replica 1", " replicas", " replicas 1 1", " replicas one"):
+        with pytest.raises(GraphError, match="line 1"):
+            parse_plan(text.replace(" replicas 1", broken))
+
+
 def test_tied_params_are_those_of_several_stages():
     assert tied_params([["wte", "a"], ["b"], ["wte", "c"]]) == {"wte": (0, 2)}
     assert Plan(pipeline="x", num_microbatches=1, stages=(stage(0, 0, 2), stage(1, 2, 4))).boundaries == [2]

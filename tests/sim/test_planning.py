@@ -173,3 +173,30 @@ def test_the_command_reads_a_captured_graph(form, tmp_path):
 def test_planning_needs_no_tensor_framework():
     code = "import sys, fusionllm.cli.show_plan, fusionllm.sim.what_if; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_pins_refusals_and_the_owner_are_read():
+    raw = {
+        **BASE,
+        "node": [{**BASE["node"][0], "refuses": ["aten.conv*"]}, BASE["node"][1]],
+        "pin": [{"stage": "first", "to": "pc"}, {"stage": "last", "to": "lab"}],
+        "owner": {"fence": "home"},
+    }
+    cluster = build_cluster(build_spec(raw))
+    assert [node.refuses for node in cluster.nodes] == [("aten.conv*",), ("aten.conv*",), ()]
+    assert [(pin.op, pin.nodes) for pin in cluster.pins] == [(0, (2,)), (-1, (0, 1))]
+    assert cluster.owner.beyond == (0, 1)
+    assert cluster.owner.bandwidth_bytes_per_s == pytest.approx((80e6 / 8 * 0.9,) * 2 + (1e9 / 8 * 0.9,))
+    workload = build_workload(deep(), StepOptions(microbatch_size=64, num_microbatches=4))
+    assert [(feed.ops, feed.num_bytes) for feed in workload.feeds] == [((0,), 64 * 512 * 4)]
+    found = study(workload, cluster)
+    assert found.stages[0].node == "pc" and found.stages[-1].fence == "lab"
+    for key, value, words in (
+        ("pin", [{"stage": "middle", "to": "lab"}], "middle"),
+        ("pin", [{"stage": "first", "to": "labb"}], r"pin\[0\] names 'labb', no fence or node; lab"),
+        ("pin", [{"stage": "first", "too": "lab"}], r"did you mean pin\[0\].to"),
+        ("owner", {"fence": "cellar"}, "known: lab, home"),
+        ("owner", {"site": "lab"}, "unknown key owner.site"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build_spec({**BASE, key: value})

@@ -41,6 +41,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         pipeline: name of the pipeline schedule, e.g. ``"1f1b"``.
+        replicas: pipelines side by side, each with all stages; 1 for now.
         tied: parameter name -> indices of the stages that hold it, two or more, ascending.
     """
 
@@ -48,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_microbatches: int
     stages: tuple[StagePlan, ...]
     tied: dict[str, tuple[int, ...]] = {}
+    replicas: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -76,6 +78,8 @@ def verify_plan(plan: Plan) -> None:
         raise GraphError(f"{plan.pipeline[:80]!r} is not the name of a pipeline schedule")
     if plan.num_microbatches < 1:
         raise GraphError(f"a plan of {plan.num_microbatches} microbatches; a step has at least 1")
+    if plan.replicas != 1:
+        raise GraphError(f"a plan of {plan.replicas} replicas; only 1 can run yet")
     end = 0
     for index, stage in enumerate(plan.stages):
         if stage.stage_index != index:
@@ -98,7 +102,7 @@ def verify_plan(plan: Plan) -> None:
 
 def plan_to_text(plan: Plan) -> str:
     """The plan, one line a stage. Lines of ``#`` are for people and ignored when read back."""
-    lines = [f"plan {plan.pipeline} microbatches {plan.num_microbatches}"]
+    lines = [f"plan {plan.pipeline} microbatches {plan.num_microbatches} replicas {plan.replicas}"]
     for s in plan.stages:
         lines.append(
             f"stage {s.stage_index} on {_quote(s.node)} ops {s.first_op} {s.end_op} executes {s.num_ops} "
@@ -111,7 +115,7 @@ def plan_to_text(plan: Plan) -> str:
 
 def parse_plan(text: str) -> Plan:
     """Read a plan back and verify it. Raises GraphError with the line that is wrong."""
-    head: tuple[str, int] | None = None
+    head: tuple[str, int, int] | None = None
     stages: list[StagePlan] = []
     tied: dict[str, tuple[int, ...]] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -120,8 +124,10 @@ def parse_plan(text: str) -> Plan:
         try:
             keyword, rest = line.split(" ", 1)
             if keyword == "plan" and head is None:
-                pipeline, _, count = rest.split(" ")
-                head = pipeline, int(count)
+                pipeline, _, count, *more = rest.split(" ")
+                if more and (len(more) != 2 or more[0] != "replicas"):
+                    raise ValueError("expected: plan 1f1b microbatches 8 replicas 1")
+                head = pipeline, int(count), int(more[1]) if more else 1
             elif keyword == "stage":
                 stages.append(_parse_stage(rest))
             elif keyword == "tied":
@@ -133,7 +139,7 @@ def parse_plan(text: str) -> Plan:
             raise GraphError(f"line {number} of the plan, {line[:80]!r}: {error}") from None
     if head is None:
         raise GraphError("not a plan: no line like 'plan 1f1b microbatches 8'")
-    plan = Plan(pipeline=head[0], num_microbatches=head[1], stages=tuple(stages), tied=tied)
+    plan = Plan(pipeline=head[0], num_microbatches=head[1], replicas=head[2], stages=tuple(stages), tied=tied)
     verify_plan(plan)
     return plan
 

@@ -23,6 +23,7 @@ from fusionllm.ir.codec import (
 )
 from fusionllm.ir.cuts import Cut
 from fusionllm.ir.tensor import DTYPES
+from fusionllm.schedule.limits import check_allowed, feed_seconds
 from fusionllm.schedule.pipeline import build_programs, pipeline_name
 from fusionllm.schedule.placement import (
     Cluster,
@@ -126,6 +127,7 @@ def replay_coded(
     """One step with these codecs on the links. Raises PlanError when a link is missing or memory is short."""
     name = pipeline_name(workload.pipeline, placement.depths)
     programs = build_programs(name, len(placement.nodes), workload.num_microbatches)
+    check_allowed(workload, cluster, placement)
     check_memory(workload, cluster, placement, programs)
     stages, links = build_models(workload, cluster, placement)
     loads = link_loads(workload, cluster, placement)
@@ -138,7 +140,7 @@ def replay_coded(
             other = k + 1 if forward else k
             stages[stage_index] = _longer(stages[stage_index], encode_s, forward)
             stages[other] = _longer(stages[other], decode_s, forward)
-    return replay(programs, stages, links)
+    return replay(programs, stages, links).with_feed(feed_seconds(workload, cluster, placement))
 
 
 def _coded_link(link: LinkModel, loads: tuple[LinkLoad, LinkLoad], out: CodecSpec, back: CodecSpec) -> LinkModel:

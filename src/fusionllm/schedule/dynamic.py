@@ -74,7 +74,8 @@ class Dynamic:
             seconds = (sums[None, :] - sums[:, None]) * (1 + BACKWARD_OVER_FORWARD)
             room = np.minimum(np.floor((memory * (1 + 1e-12) - state) / stash), tables.num_microbatches)
             least = tables.num_microbatches if tables.pipeline == "gpipe" else 1
-            self.work.append(np.where(empty | (room < least), np.inf, seconds))
+            banned = tables.refused[kind][at][None, :] > tables.refused[kind][at][:, None]
+            self.work.append(np.where(empty | banned | (room < least), np.inf, seconds))
             self.room.append(room)
 
     def _add_links(self) -> None:

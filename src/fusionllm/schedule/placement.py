@@ -15,112 +15,39 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 
-import msgspec
 import networkx as nx
-import numpy as np
-from numpy.typing import NDArray
 
 from fusionllm.errors import PlanError
-from fusionllm.ir.cuts import Cut
 from fusionllm.ir.program import Action, StageProgram
+from fusionllm.schedule.limits import check_allowed, feed_seconds
+from fusionllm.schedule.nouns import (
+    Cluster,
+    Feed,
+    NodeModel,
+    Owner,
+    Pin,
+    Placement,
+    Share,
+    Tied,
+    Workload,
+    forward_seconds,
+    link_rates,
+)
 from fusionllm.schedule.partition import equal_compute, equal_number, proportional
 from fusionllm.schedule.pipeline import build_programs, pipeline_name, stages_per_node
 from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
+
+__all__ = [
+    "BACKWARD_OVER_FORWARD", "BASELINES", "Cluster", "Feed", "NodeModel", "Owner", "Pin", "Placement", "Share", "Tied",
+    "Workload", "build_models", "check_memory", "fence_order", "find_fences", "forward_seconds", "link_rates",
+    "most_held", "node_memory", "place_equal_compute", "place_equal_number", "place_op_fence", "replay_placement",
+    "stage_memory", "with_chunks", "without_chunks",
+]  # fmt: skip
 
 #: A backward pass computes the gradients of both operands of each product.
 BACKWARD_OVER_FORWARD = 2.0
 #: Parts of a node's memory that OP-Fence fills, one after the other until all nodes hold what they get.
 MEMORY_MARGINS = (1.0, 0.9, 0.8, 0.65, 0.5)
-
-
-class NodeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node as the planner sees it.
-
-    Attributes:
-        flops_per_s: achieved, not peak. memory_bytes: what a job may use.
-        site: its fence; empty: unknown. device: its kind, a key of ``Workload.device_s`` where that has it.
-    """
-
-    name: str
-    flops_per_s: float
-    memory_bytes: float = float("inf")
-    site: str = ""
-    device: str = ""
-
-
-class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line that several nodes have in common: all they send to others goes through it, and all they receive."""
-
-    name: str
-    nodes: tuple[int, ...]
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-
-
-class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Nodes and the links between them, ``[from][to]`` by index; 0 bytes per second means no way through."""
-
-    nodes: tuple[NodeModel, ...]
-    bandwidth_bytes_per_s: tuple[tuple[float, ...], ...]
-    latency_s: tuple[tuple[float, ...], ...]
-    shares: tuple[Share, ...] = ()
-
-
-class Tied(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A parameter that several operators use. Stages that hold it exchange its gradient once a step."""
-
-    ops: tuple[int, ...]
-    num_bytes: float
-
-
-class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A graph in numbers, one entry per anchored operator, for one microbatch.
-
-    Attributes:
-        flops: forward. state_bytes: weights, gradients and optimizer. stash_bytes: kept for backward per microbatch.
-        device_s: forward seconds of each operator by kind of device, for kinds that are known better than by one rate.
-        wire_dtype: of what crosses cuts. widths: elements of a row of it, per cut; codecs work on rows.
-    """
-
-    cuts: tuple[Cut, ...]
-    flops: tuple[float, ...]
-    state_bytes: tuple[float, ...]
-    stash_bytes: tuple[float, ...]
-    num_microbatches: int
-    pipeline: str = "1f1b"
-    tied: tuple[Tied, ...] = ()
-    device_s: dict[str, tuple[float, ...]] = {}
-    wire_dtype: str = "bfloat16"
-    widths: tuple[int, ...] = ()
-
-
-class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Node of each stage in path order, the boundaries between them, and how many microbatches each keeps in flight.
-
-    ``depths`` is empty where the pipeline schedule fixes them. An interleaved schedule goes through the nodes several
-    times, always in the same order.
-    """
-
-    nodes: tuple[int, ...]
-    boundaries: tuple[int, ...]
-    depths: tuple[int, ...] = ()
-
-
-def forward_seconds(workload: Workload, node: NodeModel) -> tuple[float, ...]:
-    """Seconds of each operator on a node, forward, one microbatch."""
-    known = workload.device_s.get(node.device)
-    return known if known is not None else tuple(flops / node.flops_per_s for flops in workload.flops)
-
-
-def link_rates(cluster: Cluster) -> NDArray[np.float64]:
-    """[from, to] bytes per second, lines in common counted."""
-    count = len(cluster.nodes)
-    rate = np.array(cluster.bandwidth_bytes_per_s, dtype=float).reshape(count, -1)
-    for share in cluster.shares:
-        inside = np.isin(np.arange(count), share.nodes)
-        rate[np.ix_(inside, ~inside)] = np.minimum(rate[np.ix_(inside, ~inside)], share.up_bytes_per_s)
-        rate[np.ix_(~inside, inside)] = np.minimum(rate[np.ix_(~inside, inside)], share.down_bytes_per_s)
-    return rate
 
 
 def find_fences(cluster: Cluster) -> list[list[int]]:
@@ -294,11 +221,17 @@ def _sync_seconds(workload: Workload, cluster: Cluster, placement: Placement) ->
 
 
 def replay_placement(workload: Workload, cluster: Cluster, placement: Placement) -> Timeline:
-    """One step of a placement. Raises PlanError when a link is missing or a node has too little memory."""
+    """One step of a placement.
+
+    Raises:
+        PlanError: a link is missing, a node has too little memory, or it may not run what it got.
+    """
     name = pipeline_name(workload.pipeline, placement.depths)
     programs = build_programs(name, len(placement.nodes), workload.num_microbatches)
+    check_allowed(workload, cluster, placement)
     check_memory(workload, cluster, placement, programs)
-    return replay(programs, *build_models(workload, cluster, placement))
+    line = replay(programs, *build_models(workload, cluster, placement))
+    return line.with_feed(feed_seconds(workload, cluster, placement))
 
 
 def with_chunks(workload: Workload, placement: Placement) -> Placement:

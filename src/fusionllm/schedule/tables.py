@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusionllm.schedule.batch import Array, BatchCosts, replay_many
+from fusionllm.schedule.limits import refused
 from fusionllm.schedule.pipeline import AHEAD, ZERO_BUBBLE
 from fusionllm.schedule.placement import (
     BACKWARD_OVER_FORWARD,
@@ -52,9 +53,14 @@ class Tables:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self.num_ops, self.num_microbatches = len(workload.flops), workload.num_microbatches
         self.pipeline, self.tied = workload.pipeline, workload.tied
-        rows: dict[tuple[float, ...], int] = {}
-        self.kind = np.array([rows.setdefault(forward_seconds(workload, node), len(rows)) for node in cluster.nodes])
-        self.forward_s = np.array([[0.0, *accumulate(row)] for row in rows])
+        rows: dict[tuple[tuple[float, ...], bytes], int] = {}
+        table = refused(workload, cluster)
+        keys = [(forward_seconds(workload, node), row.tobytes()) for node, row in zip(cluster.nodes, table)]
+        self.kind = np.array([rows.setdefault(key, len(rows)) for key in keys])
+        self.forward_s = np.array([[0.0, *accumulate(row)] for row, _ in rows])
+        first = [keys.index(key) for key in rows]
+        self.refused = np.concatenate([np.zeros((len(rows), 1), int), table[first].cumsum(axis=1)], axis=1)
+        self.owner, self.feeds = cluster.owner, workload.feeds
         self.state = np.array([0.0, *accumulate(workload.state_bytes)])
         self.stash = np.array([0.0, *accumulate(workload.stash_bytes)])
         self.memory = np.array([node.memory_bytes for node in cluster.nodes])
@@ -109,7 +115,10 @@ class Tables:
         stash = self.stash[edges[1:]] - self.stash[edges[:-1]]
         held = [min(len(depths), self.num_microbatches)] * len(depths) if self.pipeline == ZERO_BUBBLE else depths
         needed = state + np.array(held)[:, None] * stash
-        return np.asarray((needed <= self.memory[nodes] * (1 + 1e-12)).all(axis=0))
+        fits = needed <= self.memory[nodes] * (1 + 1e-12)
+        if self.refused[:, -1].any():
+            fits &= self.refused[self.kind[nodes], edges[1:]] == self.refused[self.kind[nodes], edges[:-1]]
+        return np.asarray(fits.all(axis=0))
 
     def extra_s(self, nodes: NDArray[np.intp], edges: NDArray[np.intp]) -> Array:
         """[B]: seconds at the end of a step in which stages exchange the gradients of tied parameters."""
@@ -134,6 +143,21 @@ class Tables:
             crossed = (num_bytes * (leaves | enters)).sum(axis=0)  # one way the activation, the other the gradient
             busiest = np.maximum(busiest, crossed / min(share.up_bytes_per_s, share.down_bytes_per_s))
         return busiest
+
+    def feed_s(self, nodes: NDArray[np.intp], edges: NDArray[np.intp]) -> Array:
+        """[B]: seconds per microbatch of the owner's busiest line; as `schedule.limits.feed_seconds`."""
+        if self.owner is None or not self.feeds:
+            return np.zeros(nodes.shape[1])
+        sent = np.zeros(nodes.shape)
+        for feed in self.feeds:
+            count = np.zeros(self.num_ops + 1, int)
+            count[np.array(feed.ops, int) + 1] = 1
+            count = count.cumsum()
+            sent += feed.num_bytes * (count[edges[1:]] > count[edges[:-1]])
+        rate = np.maximum(np.array(self.owner.bandwidth_bytes_per_s), 1e-300)
+        beyond = np.isin(nodes, self.owner.beyond)
+        together = (sent * beyond).sum(axis=0) / self.owner.line_bytes_per_s
+        return np.asarray(np.maximum((sent / rate[nodes]).max(axis=0), together))
 
     def evaluate(self, points: Sequence[Point], below_s: float = np.inf, *, only_best: bool = False) -> Array:
         """Seconds of a step of each candidate as replayed; infinite where it does not fit or is not below a bound.
@@ -185,7 +209,8 @@ class _Batch:
         bound = self.costs.lower_bound_s(depths, self.num_microbatches)
         self.extra_s = tables.extra_s(nodes, edges) if tables.tied else np.zeros_like(bound)
         self.shared_s = self.num_microbatches * tables.shared_s(nodes, edges) if tables.shares else bound
-        self.bound_s = np.maximum(bound, self.shared_s) + self.extra_s
+        self.feed_s = self.num_microbatches * tables.feed_s(nodes, edges)
+        self.bound_s = np.maximum(np.maximum(bound, self.shared_s) + self.extra_s, self.feed_s)
 
     def replay(self, below_s: float) -> tuple[NDArray[np.intp], Array]:
         """Columns whose bound is below, and their steps in seconds."""
@@ -193,4 +218,5 @@ class _Batch:
         if not len(worth):
             return self.keep[worth], np.zeros(0)
         replayed = replay_many(self.costs.select(worth), self.depths, self.num_microbatches)
-        return self.keep[worth], np.maximum(replayed, self.shared_s[worth]) + self.extra_s[worth]
+        steps = np.maximum(replayed, self.shared_s[worth]) + self.extra_s[worth]
+        return self.keep[worth], np.maximum(steps, self.feed_s[worth])

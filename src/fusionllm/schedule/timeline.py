@@ -81,12 +81,20 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         busy_s: seconds each node computes; where nodes have one stage each, each stage.
         link_busy_s: seconds each link is busy in its busier direction, one entry per pair of neighbouring stages.
         spans: per node, its actions in order.
+        feed_s: seconds the owner's busiest line sends inputs; no step is shorter.
     """
 
     step_s: float
     busy_s: tuple[float, ...]
     link_busy_s: tuple[float, ...]
     spans: tuple[tuple[Span, ...], ...]
+    feed_s: float = 0.0
+
+    def with_feed(self, feed_s: float) -> Timeline:
+        """The step with the owner's lines counted."""
+        if not feed_s:
+            return self
+        return msgspec.structs.replace(self, step_s=max(self.step_s, feed_s), feed_s=feed_s)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -102,6 +110,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The busiest stage or link in words, e.g. ``"link 0-1, busy 93 % of the step"``."""
         shares = [(busy, f"stage {k}") for k, busy in enumerate(self.busy_s)]
         shares += [(busy, f"link {k}-{k + 1}") for k, busy in enumerate(self.link_busy_s)]
+        shares.append((self.feed_s, "owner's line"))
         busy, name = max(shares, key=lambda pair: pair[0])
         return f"{name}, busy {busy / self.step_s if self.step_s else 0:.0%} of the step".replace("%", " %")
 

@@ -14,10 +14,10 @@ from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.library import DEVICES
 from fusionllm.estimate.memory import memory_of
 from fusionllm.estimate.work import graph_work
-from fusionllm.ir.cuts import Cut, list_cuts
+from fusionllm.ir.cuts import Cut, anchored_ids, anchored_ops, list_cuts
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.tensor import TensorSpec
-from fusionllm.schedule.placement import Tied, Workload
+from fusionllm.schedule.placement import Feed, Tied, Workload
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +64,29 @@ def build_workload(graph: OpGraph, options: StepOptions, measured: Mapping[str, 
         tied=tied,
         device_s={name: tuple(known.forward_s(work) for work in works) for name, known in rates.items()},
         wire_dtype=options.precision,
+        op_names=tuple(op.name for op in anchored_ops(graph)),
+        feeds=_feeds(graph, symbols),
         widths=tuple(_row_width(specs, cut, symbols) for cut in cuts),
+    )
+
+
+def _feeds(graph: OpGraph, symbols: dict[str, int]) -> tuple[Feed, ...]:
+    """Inputs and the anchored operators that need them, themselves or through free ones."""
+    anchored = anchored_ids(graph)
+    behind: dict[str, set[str]] = {value.id: {value.id} for value in graph.inputs}
+    users: dict[str, list[int]] = {value.id: [] for value in graph.inputs}
+    place = {op.outs: index for index, op in enumerate(anchored_ops(graph))}
+    for op in graph.ops:
+        needed = {name for ref in op.refs() if ref not in anchored for name in behind.get(ref, ())}
+        if op.outs in place:
+            for name in needed:
+                users[name].append(place[op.outs])
+        else:
+            behind.update(dict.fromkeys(op.outs, needed))
+    return tuple(
+        Feed(ops=tuple(users[value.id]), num_bytes=float(value.spec.num_bytes(symbols)))
+        for value in graph.inputs
+        if users[value.id] and value.spec.is_tensor
     )
 
 

@@ -11,15 +11,16 @@ import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from fusionllm.errors import UserError
 from fusionllm.estimate.device import lambda_rates
 from fusionllm.estimate.library import LAMBDA, find_device
-from fusionllm.schedule.placement import Cluster, NodeModel, Share
+from fusionllm.schedule.placement import Cluster, NodeModel, Owner, Pin, Share
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
 
 if sys.version_info >= (3, 11):
@@ -47,7 +48,10 @@ class Fence(_Table, frozen=True, kw_only=True):
 
 
 class Node(_Table, frozen=True, kw_only=True):
-    """``count`` equal nodes of a fence: a known ``device``, or ``flops_per_s`` (achieved) and ``memory``."""
+    """``count`` equal nodes of a fence: a known ``device``, or ``flops_per_s`` (achieved) and ``memory``.
+
+    ``refuses``: names of operators that they do not run, e.g. because their backend lacks them; ``*`` for any part.
+    """
 
     fence: str
     device: str = ""
@@ -55,6 +59,7 @@ class Node(_Table, frozen=True, kw_only=True):
     name: str = ""
     flops_per_s: float = 0.0
     memory: str = ""
+    refuses: tuple[str, ...] = ()
 
 
 class ClusterLink(_Table, frozen=True, kw_only=True):
@@ -74,6 +79,19 @@ class Otherwise(_Table, frozen=True, kw_only=True):
     latency: str = "20 ms"
 
 
+class PinnedStage(_Table, frozen=True, kw_only=True):
+    """The ``first`` or ``last`` stage stays on a node or in a fence, where the data or the labels may be."""
+
+    stage: Literal["first", "last"]
+    to: str
+
+
+class OwnerPlace(_Table, frozen=True, kw_only=True):
+    """The fence of the machine that sends inputs and labels."""
+
+    fence: str
+
+
 class ClusterSpec(_Table, frozen=True, kw_only=True):
     """A cluster file. ``goodput``: part of a link's rate that payload gets."""
 
@@ -84,6 +102,8 @@ class ClusterSpec(_Table, frozen=True, kw_only=True):
     node: tuple[Node, ...]
     link: tuple[ClusterLink, ...] = ()
     otherwise: Otherwise | None = None
+    pin: tuple[PinnedStage, ...] = ()
+    owner: OwnerPlace | None = None
 
 
 def load_cluster(path: Path) -> ClusterSpec:
@@ -102,14 +122,15 @@ def load_cluster(path: Path) -> ClusterSpec:
 def build_spec(raw: dict[str, Any]) -> ClusterSpec:
     """Check a plain tree. Raises UserError."""
     _check_keys(raw, ClusterSpec, "")
-    for name, kind in (("fence", Fence), ("node", Node), ("link", ClusterLink)):
+    for name, kind in (("fence", Fence), ("node", Node), ("link", ClusterLink), ("pin", PinnedStage)):
         entries = raw.get(name, [])
         if not isinstance(entries, list):
             raise UserError(f"{name} must be written as [[{name}]], once per entry")
         for index, entry in enumerate(entries):
             _check_keys(entry, kind, f"{name}[{index}].")
-    if "otherwise" in raw:
-        _check_keys(raw["otherwise"], Otherwise, "otherwise.")
+    single: dict[str, type[msgspec.Struct]] = {"otherwise": Otherwise, "owner": OwnerPlace}
+    for name in single.keys() & raw.keys():
+        _check_keys(raw[name], single[name], f"{name}.")
     try:
         spec = msgspec.convert(raw, ClusterSpec, strict=True)
     except msgspec.ValidationError as error:
@@ -153,11 +174,14 @@ def check_spec(spec: ClusterSpec) -> None:
     name, times = Counter(fences + names).most_common(1)[0]
     if times > 1:
         raise UserError(f"the name {name!r} stands for {times} fences or nodes; give each its own")
-    for index, link in enumerate(spec.link):
-        for name in (link.a, link.b):
-            if name not in fences and name not in names:
-                near = difflib.get_close_matches(name, [*fences, *names], 1)
-                raise UserError(f"link[{index}] names {name[:80]!r}, no fence or node{f'; {near[0]}?' if near else ''}")
+    if spec.owner is not None and spec.owner.fence not in fences:
+        raise UserError(f"owner.fence is {spec.owner.fence[:80]!r}; known: {', '.join(fences)[:400]}")
+    named = [(f"link[{index}]", name) for index, link in enumerate(spec.link) for name in (link.a, link.b)]
+    named += [(f"pin[{index}]", pin.to) for index, pin in enumerate(spec.pin)]
+    for where, name in named:
+        if name not in fences and name not in names:
+            near = difflib.get_close_matches(name, [*fences, *names], 1)
+            raise UserError(f"{where} names {name[:80]!r}, no fence or node{f'; {near[0]}?' if near else ''}")
 
 
 def node_names(spec: ClusterSpec) -> list[str]:
@@ -202,7 +226,27 @@ def build_cluster(spec: ClusterSpec, precision: str = "bfloat16", device_model: 
         bandwidth_bytes_per_s=tuple(map(tuple, rates)),
         latency_s=tuple(map(tuple, latencies)),
         shares=tuple(shares),
+        pins=tuple(
+            Pin(
+                op=0 if pin.stage == "first" else -1,
+                nodes=tuple(i for i, node in enumerate(nodes) if pin.to in (node.name, node.site)),
+            )
+            for pin in spec.pin
+        ),
+        owner=None if spec.owner is None else _build_owner(spec, spec.owner.fence, nodes, shares),
     )
+
+
+def _build_owner(spec: ClusterSpec, fence: str, nodes: tuple[NodeModel, ...], shares: list[Share]) -> Owner:
+    """Its rates to all nodes, and its fence's uplink, which those outside have in common."""
+    between = _rates(spec)
+    rates = [between("", fence, node)[0] for node in nodes]
+    beyond = tuple(i for i, node in enumerate(nodes) if node.site != fence)
+    line = min((share.up_bytes_per_s for share in shares if share.name == fence), default=math.inf)
+    for share in shares:
+        if share.name != fence:
+            rates = [min(r, share.down_bytes_per_s) if i in share.nodes else r for i, r in enumerate(rates)]
+    return Owner(bandwidth_bytes_per_s=tuple(rates), line_bytes_per_s=line, beyond=beyond)
 
 
 def _build_nodes(spec: ClusterSpec, precision: str, device_model: str) -> tuple[NodeModel, ...]:
@@ -225,13 +269,21 @@ def _build_nodes(spec: ClusterSpec, precision: str, device_model: str) -> tuple[
                     memory_bytes=memory_bytes,
                     site=entry.fence,
                     device=known,
+                    refuses=entry.refuses,
                 )
             )
     return tuple(nodes)
 
 
 def _build_links(spec: ClusterSpec, nodes: tuple[NodeModel, ...]) -> tuple[list[list[float]], list[list[float]]]:
-    """Rates and latencies, [from][to]; the later and the more exact line wins: nodes, then fences, then otherwise."""
+    """Rates and latencies, [from][to]."""
+    between = _rates(spec)
+    table = [[between(a.name, a.site, b) for b in nodes] for a in nodes]
+    return [[rate for rate, _ in row] for row in table], [[latency for _, latency in row] for row in table]
+
+
+def _rates(spec: ClusterSpec) -> Callable[[str, str, NodeModel], tuple[float, float]]:
+    """Rate and latency from a name in a site to a node; the later and more exact line wins, nodes before fences."""
 
     def numbers(bandwidth: str, latency: str) -> tuple[float, float]:
         return parse_bandwidth_bytes_per_s(bandwidth) * spec.goodput, parse_duration_s(latency)
@@ -247,11 +299,10 @@ def _build_links(spec: ClusterSpec, nodes: tuple[NodeModel, ...]) -> tuple[list[
         into[link.b, link.a] = numbers(link.back_bandwidth or link.bandwidth, link.latency)
     rest = numbers(spec.otherwise.bandwidth, spec.otherwise.latency) if spec.otherwise is not None else (0.0, 0.0)
 
-    def between(a: NodeModel, b: NodeModel) -> tuple[float, float]:
-        for key in ((a.name, b.name), (a.name, b.site), (a.site, b.name)):
+    def between(name: str, site: str, b: NodeModel) -> tuple[float, float]:
+        for key in ((name, b.name), (name, b.site), (site, b.name)):
             if key in pairs:
                 return pairs[key]
-        return fences.get((a.site, b.site), rest)
+        return fences.get((site, b.site), rest)
 
-    table = [[between(a, b) for b in nodes] for a in nodes]
-    return [[rate for rate, _ in row] for row in table], [[latency for _, latency in row] for row in table]
+    return between

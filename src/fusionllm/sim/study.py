@@ -130,6 +130,8 @@ def study(workload: Workload, cluster: Cluster, found: Best | None = None) -> St
 def _in_names(bottleneck: str, cluster: Cluster, placement: Placement) -> str:
     """``link 0-1, busy ...`` with the nodes' names beside."""
     words, _, rest = bottleneck.partition(",")
+    if words.startswith("owner"):
+        return bottleneck
     kind, _, numbers = words.partition(" ")
     nodes = [cluster.nodes[placement.nodes[int(k)]].name for k in numbers.split("-")]
     return f"{kind} {numbers} ({' to '.join(nodes)}),{rest}"

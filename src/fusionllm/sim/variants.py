@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fusionllm.schedule.placement import Cluster
+from fusionllm.schedule.placement import Cluster, Owner
 
 
 def select_nodes(cluster: Cluster, indices: Sequence[int]) -> Cluster:
@@ -21,6 +21,19 @@ def select_nodes(cluster: Cluster, indices: Sequence[int]) -> Cluster:
         bandwidth_bytes_per_s=tuple(tuple(cluster.bandwidth_bytes_per_s[a][b] for b in indices) for a in indices),
         latency_s=tuple(tuple(cluster.latency_s[a][b] for b in indices) for a in indices),
         shares=tuple(share for share in shares if share.nodes),
+        pins=tuple(
+            msgspec.structs.replace(pin, nodes=tuple(k for k, index in enumerate(indices) if index in pin.nodes))
+            for pin in cluster.pins
+        ),
+        owner=None if cluster.owner is None else _owner_of(cluster.owner, indices),
+    )
+
+
+def _owner_of(owner: Owner, indices: Sequence[int]) -> Owner:
+    return msgspec.structs.replace(
+        owner,
+        bandwidth_bytes_per_s=tuple(owner.bandwidth_bytes_per_s[i] for i in indices),
+        beyond=tuple(k for k, index in enumerate(indices) if index in owner.beyond),
     )
 
 
@@ -43,8 +56,11 @@ def with_copies(cluster: Cluster, index: int, count: int) -> Cluster:
 
     copies = tuple(msgspec.structs.replace(node, name=f"{node.name}+{k}") for k in range(1, count + 1))
     size = range(len(order))
+    new = tuple(range(len(cluster.nodes), len(order)))
+    shares = [msgspec.structs.replace(s, nodes=(*s.nodes, *new)) if index in s.nodes else s for s in cluster.shares]
     return msgspec.structs.replace(
         grown,
+        shares=tuple(shares),
         nodes=(*cluster.nodes, *copies),
         bandwidth_bytes_per_s=tuple(tuple(rate(a, b) for b in size) for a in size),
     )
