@@ -43,6 +43,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
         "cluster": {"partition": "equal-number"},
         "compression": {"forward": "klt", "backward": "tangent(hadamard:bits=1)"},
     },
+    "ours-codec": {"cluster": {"partition": "equal-number"}},  # and --forward, --backward
     "ours-default": {"cluster": {"partition": "dp"}, "compression": {"rule": "deadline"}},
 }
 PEERS: dict[str, dict[str, Any]] = {
@@ -110,6 +111,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--pipeline", default="1f1b-ahead", help="of our rows; torch's are 1F1B")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one method")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--forward", default="hadamard:bits=2", help="codec of activations of ours-codec")
+    parser.add_argument("--backward", default="tangent(hadamard:bits=2)", help="codec of gradients of ours-codec")
     parser.add_argument("--figure", type=Path, help="a file for the picture, e.g. wan.png")
     args = parser.parse_args(argv)
     methods = list(METHODS) if args.methods == "all" else args.methods.split(",")
@@ -168,6 +171,8 @@ def run_round(
             with OurCluster(bed, folder) as cluster:
                 for name in ours:
                     tables = merge(config, OURS[name])
+                    if name == "ours-codec":
+                        tables["compression"] = {"forward": args.forward, "backward": args.backward}
                     rows.append(
                         (name, attempt(name, bed, args, lambda n=name, t=tables: cluster.train(n, t, args.timeout)))
                     )
