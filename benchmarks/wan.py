@@ -173,9 +173,8 @@ def run_round(
                     tables = merge(config, OURS[name])
                     if name == "ours-codec":
                         tables["compression"] = {"forward": args.forward, "backward": args.backward}
-                    rows.append(
-                        (name, attempt(name, bed, args, lambda n=name, t=tables: cluster.train(n, t, args.timeout)))
-                    )
+                    train = partial(cluster.train, name, tables, args.timeout)
+                    rows.append((name, attempt(name, bed, args, train)))
         except MethodFailed as error:
             rows += [(name, failed(name, str(error))) for name in ours if name not in dict(rows)]
     return rows

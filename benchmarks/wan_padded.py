@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fusionllm.compute import BACKENDS
-from fusionllm.compute.stage import TorchStage
+from fusionllm.compute.torch_backend import TorchBackend
 
 SEQ_LEN, WIDTH, VOCAB, BLOCKS = 1024, 1600, 256, 8
 
@@ -58,22 +58,33 @@ def pad(started_s: float, seconds: float) -> None:
     time.sleep(max(0.0, started_s + seconds - time.perf_counter()))
 
 
-class PaddedStage(TorchStage):
-    """A stage of ours that takes its time."""
+class PaddedProgram:
+    """A stage's program that takes its time."""
 
     forward_s = backward_s = 0.0
 
-    def forward(self, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.place = inner.place
+
+    def forward(self, *args: Any, **options: Any) -> Any:
         started_s = time.perf_counter()
-        out = super().forward(*args, **options)
+        out = self._inner.forward(*args, **options)
         pad(started_s, self.forward_s)
         return out
 
-    def backward(self, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
+    def backward(self, *args: Any, **options: Any) -> Any:
         started_s = time.perf_counter()
-        out = super().backward(*args, **options)
+        out = self._inner.backward(*args, **options)
         pad(started_s, self.backward_s)
         return out
+
+
+class PaddedBackend(TorchBackend):
+    """Torch with padded programs."""
+
+    def program(self, *args: Any, **options: Any) -> Any:
+        return PaddedProgram(super().program(*args, **options))
 
 
 class _Begin(torch.autograd.Function):
@@ -134,8 +145,8 @@ def run_node(words: list[str]) -> None:
     """`fusionllm` with padded stages. ``words``: seconds forward, backward, then its own."""
     from fusionllm.cli.main import main
 
-    PaddedStage.forward_s, PaddedStage.backward_s = float(words[0]), float(words[1])
-    BACKENDS["torch"] = "benchmarks.wan_padded:PaddedStage"
+    PaddedProgram.forward_s, PaddedProgram.backward_s = float(words[0]), float(words[1])
+    BACKENDS["torch"] = "benchmarks.wan_padded:PaddedBackend"
     main(words[2:])
 
 

@@ -70,6 +70,19 @@ def test_the_padded_model_cut_by_hand_is_the_model_and_takes_its_time():
     assert model.parts[0].weight.grad is not None
 
 
+def test_our_padded_backend_takes_its_time_too(monkeypatch):
+    class Inner:
+        place = forward = backward = staticmethod(lambda x: x)
+
+    monkeypatch.setattr(wan_padded.PaddedProgram, "forward_s", 0.05)
+    monkeypatch.setattr(wan_padded.PaddedProgram, "backward_s", 0.1)
+    program = wan_padded.PaddedProgram(Inner())
+    started = time.perf_counter()
+    assert (program.forward(1), program.backward(2), program.place(3)) == (1, 2, 3)
+    assert time.perf_counter() - started >= 0.15
+    assert isinstance(wan_padded.PaddedBackend(), wan_padded.TorchBackend)
+
+
 def test_scenarios_are_found_by_name_and_their_rate_can_be_replaced():
     assert {link.bandwidth for link in wan.find_scenario("two-labs", "20 Mbps").link} == {"20 Mbps"}
     with pytest.raises(SystemExit, match="known: campus"):
