@@ -195,7 +195,7 @@ class Testbed:
             )
         for host, share in shares.items():
             self._groups.set_cpu(host, share if on else 0.0)
-        self._groups.favour(on and bool(shares))
+        self._groups.favour(on)
 
     def set_cpu(self, host: str, cores: float) -> None:
         """Let a host use ``cores`` from now on, 0 for all."""
