@@ -12,6 +12,8 @@ from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, step_limit
 from benchmarks.wan_peer import HandCut, Peer, next_token_loss
 
+from fusionllm.testbed import why_unavailable
+
 
 def crossings(num_stages: int, num_bytes: float, rate: float, delay_s: float = 0.0) -> list[Crossing]:
     return [Crossing(k, num_bytes, delay_s, {f"{k}": rate} if rate else {}) for k in range(num_stages - 1)]
@@ -104,3 +106,24 @@ def test_the_picture(tmp_path):
     result = {"scenario": "lan", "bandwidth": "", "runs": [good, good | {"limit_step_s": None}, wan.failed("x", "y")]}
     draw(result, tmp_path / "wan.png")
     assert (tmp_path / "wan.png").stat().st_size > 5000
+
+
+@pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "-")
+@pytest.mark.timeout(600)
+def test_all_methods_train_the_same_model_over_real_links():
+    """The whole benchmark, small: real nodes, a broker and torch's ranks in namespaces; limits set and lifted."""
+    methods = "torch-bf16,diloco-20,ours-bf16,ours-default"
+    small = ["--layers", "4", "--width", "48", "--microbatches", "4", "--steps", "2"]
+    result = wan.run(["--scenario", "two-labs", "--bandwidth", "40 Mbps", "--methods", methods, *small])
+    rows = {row["method"]: row for row in result["runs"]}
+    assert not [row for row in rows.values() if "failed" in row]
+    assert rows["ours-bf16"]["val_loss"] == pytest.approx(rows["torch-bf16"]["val_loss"], rel=1e-3)
+    assert rows["ours-bf16"]["bytes"] == pytest.approx(rows["torch-bf16"]["bytes"], rel=0.2)
+    assert rows["ours-default"]["predicted_step_s"] > 0 and set(rows["ours-default"]["stages"]) <= {
+        "a0",
+        "a1",
+        "b0",
+        "b1",
+    }
+    assert 0 < rows["torch-bf16"]["limit_step_s"] <= 1.3 * rows["torch-bf16"]["step_s"]
+    assert rows["diloco-20"]["exchange_s"] > 0.1
