@@ -51,12 +51,12 @@ def measure(num_nodes: int, seq_len: int) -> dict[str, Any]:
     started = time.perf_counter()
     from pathlib import Path
 
-    import psutil
     import torch
 
     from fusionllm.capture.export import capture_module
     from fusionllm.capture.options import ModelConfig
     from fusionllm.capture.sources import resolve_model
+    from fusionllm.compute.memory import resident_peak_bytes
     from fusionllm.estimate.flops import anchored_flops
     from fusionllm.ir.cuts import split_graph
     from fusionllm.schedule.partition import partition_graph
@@ -72,11 +72,9 @@ def measure(num_nodes: int, seq_len: int) -> dict[str, Any]:
     stages = split_graph(graph, boundaries)
     edges = [0, *boundaries, len(costs)]
     flops = [sum(costs[a:b]) for a, b in zip(edges, edges[1:])]
-    process = psutil.Process()
-    peak = _peak_bytes() or process.memory_info().rss
     return {
         "seconds": time.perf_counter() - started,
-        "rss_gib": peak / 2**30,
+        "rss_gib": resident_peak_bytes() / 2**30,
         "max_stage_flops_over_mean": max(flops) / (sum(flops) / len(flops)),
         "max_tensors_per_cut": max(len(stage.recv) for stage in stages),
         "import_seconds": imported - started,
@@ -87,16 +85,6 @@ def measure(num_nodes: int, seq_len: int) -> dict[str, Any]:
         "stage_weight_gib": [sum(p.spec.num_bytes({}) for p in s.params.values()) / 2**30 for s in stages],
         "stage_tensors_received": [len(stage.recv) for stage in stages],
     }
-
-
-def _peak_bytes() -> int:
-    """Peak resident bytes of this process; 0 where the system does not say."""
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 if __name__ == "__main__":

@@ -185,7 +185,8 @@ def test_flags_are_frozen():
     flags = {
         "train": {"nodes", "name", "broker", "resume", "sets", "as_json", "run_toml"},
         "broker": {"host", "port", "advertise", "token_hours", "as_json"},
-        "join": {"ticket", "name", "fence", "host", "port", "advertise", "backend", "device", "threads"},
+        "join": {"ticket", "name", "fence", "host", "port", "advertise", "backend", "device", "threads",
+            "weights_from", "allow_op", "imports"},
         "graph": {"model", "batch", "seq_len", "sets", "as_json", "dot", "text"},
         "export": {"run", "folder", "step", "as_json"},
         "plan": {

@@ -19,6 +19,7 @@ import tomli_w
 
 from fusionllm.capture.options import ModelConfig
 from fusionllm.compute import OptimConfig, check_optimizer
+from fusionllm.compute.options import Precision
 from fusionllm.errors import UserError
 from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLink, LinkShape, parse_ticket
@@ -61,7 +62,8 @@ class TrainTable(_Table, frozen=True, kw_only=True):
     Attributes:
         steps: optimizer steps. global_batch: rows per step. microbatch_size: rows per microbatch.
         pipeline: ``gpipe``, ``1f1b``, ``1f1b-ahead`` (or ``1f1b-ahead:7,5,3,1``, microbatches in flight per stage).
-        precision: ``float32`` or ``bfloat16`` (autocast).
+        precision: ``float32``; ``bfloat16`` or ``float16`` (autocast, the latter with a scaled loss);
+            ``bfloat16-weights`` (weights and values in it, masters in float32).
         recompute: keep only a stage's inputs and run its forward again in the backward.
         tied: ``step`` sums a tied gradient over the stages once a step, ``microbatch`` for every microbatch, which
             costs that many times the bytes and equals a single process bit for bit.
@@ -320,7 +322,7 @@ def _check_values(config: RunConfig) -> None:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     for name, word, known in (
         ("cluster.partition", cluster.partition, (*PARTITIONERS, "op-fence", "dp")),
-        ("train.precision", train.precision, ("float32", "bfloat16")),
+        ("train.precision", train.precision, get_args(Precision)),
         ("train.tied", train.tied, ("step", "microbatch")),
         *(("output.sinks", sink, tuple(SINKS)) for sink in config.output.sinks),
     ):

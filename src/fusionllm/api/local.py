@@ -19,6 +19,7 @@ import msgspec
 
 from fusionllm.api.loop import LoopThread
 from fusionllm.broker import Broker
+from fusionllm.capture.options import ModelConfig
 from fusionllm.errors import FusionError
 from fusionllm.node.options import CAN_FORK, PASSIVE_WAITS, Ended, NodeConfig, Nursling
 from fusionllm.protocol.messages import Ticket
@@ -33,10 +34,14 @@ class LocalCluster:
         fences: fence of each node.
         log_folder: where each node's log goes, ``node0.log`` and so on; what happens before there is one to
             ``nodes.log``.
+        model: its nodes read weights and execute operators as its owner, whose processes they are, says here.
     """
 
-    def __init__(self, fences: Sequence[str], log_folder: Path, threads: int, device: str) -> None:
+    def __init__(
+        self, fences: Sequence[str], log_folder: Path, threads: int, device: str, model: ModelConfig = ModelConfig()
+    ) -> None:
         self._fences, self._log_folder, self._threads, self._device = fences, log_folder, threads, device
+        self._model = model
         self._nurseries: list[subprocess.Popen[bytes]] = []
         self._loop = LoopThread("broker")
         self._broker = Broker()
@@ -53,7 +58,10 @@ class LocalCluster:
 
     def _nursling(self, index: int, fence: str, ticket: Ticket) -> Nursling:
         name = f"node{index}"
-        config = NodeConfig(ticket=ticket, name=name, fence=fence, host="127.0.0.1", device=self._device)
+        config = NodeConfig(
+            ticket=ticket, name=name, fence=fence, host="127.0.0.1", device=self._device,
+            weights_from=self._model.mirrors, allow_ops=self._model.allow_ops, imports=self._model.imports,
+        )  # fmt: skip
         return Nursling(config, str(self._log_folder / f"{name}.log"))
 
     def _start_nursery(self, nurslings: Sequence[Nursling]) -> subprocess.Popen[bytes]:

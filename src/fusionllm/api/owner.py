@@ -228,9 +228,10 @@ class OwnerLink:
 
     def _admit(self, peer: str, meta: bytes, num_bytes: int) -> None:
         header = m.decode_header(bytes(meta))
-        if peer not in self._stage_of or header.kind not in ("output", "weight", "optimizer", "done"):
+        if peer not in self._stage_of or header.kind not in ("output", "weight", "optimizer", "done", "want"):
             raise RemoteProtocolError(f"{peer} sent an unexpected {header.kind}")
-        if header.kind in ("output", "done") and num_bytes > 64:
+        limit = {"output": 64, "done": 64, "want": m.MAX_OFFER_BYTES}.get(header.kind, num_bytes)
+        if num_bytes > limit:
             raise RemoteProtocolError(f"{peer} sent {num_bytes} bytes of {header.kind}")
 
     def _on_message(self, peer: str, meta: bytes, payload: bytearray) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from fusionllm.api.config import RunConfig
+from fusionllm.api.lazy import LazyWeights
 from fusionllm.api.weights import restore, to_blobs
 from fusionllm.capture.export import Captured, capture_module
 from fusionllm.capture.options import ARCHITECTURES
@@ -23,6 +24,7 @@ from fusionllm.errors import UserError
 from fusionllm.ir.modes import with_metrics
 from fusionllm.store.dataset import Dataset, open_dataset
 from fusionllm.store.tensorfile import Blob
+from fusionllm.store.weights import WeightFolder
 
 
 @dataclass
@@ -43,13 +45,17 @@ class Job:
     graph_hash: str
     optim: OptimConfig
 
-    def weights(self) -> dict[str, Blob]:
+    def weights(self) -> Mapping[str, Blob]:
         """All tensors as they are before training."""
-        return to_blobs(self.captured.tensors)
+        if not self.config.model.lazy:
+            return to_blobs(self.captured.tensors)
+        source, config = self.source, self.config
+        folder = WeightFolder(source.folder) if source.folder is not None else None
+        return LazyWeights(self.captured, folder, source.inits, source.values, config.run.seed, config.model.mirrors)
 
     def restore(self, weights: Mapping[str, Blob]) -> torch.nn.Module:
-        """The user's module with trained weights, in eval mode."""
-        return restore(self.source.module, weights)
+        """The user's module with trained weights, in eval mode; of a lazy model, without any."""
+        return self.source.module.eval() if self.config.model.lazy else restore(self.source.module, weights)
 
 
 def prepare(
@@ -68,9 +74,11 @@ def prepare(
         torch.set_num_threads(num_threads)
     with _no_collection():
         config, dataset, source = open_model(config, base_dir, module, obj)
+        if config.train.precision == "bfloat16-weights":
+            source.module.to(torch.bfloat16)
         first = dataset.microbatches(0, global_batch=2, microbatch_size=2)[0]
         example = {name: torch.from_numpy(array) for name, array in first.items()}
-        captured = capture_module(source.module, example, mode="train")
+        captured = capture_module(source.module, example, mode="train", allow_ops=config.model.allow_ops)
     graph = captured.graph
     captured = captured._replace(graph=with_metrics(graph))
     optim = resolve_groups(config.optimizer, graph)
@@ -100,7 +108,9 @@ def open_model(
     if module is None and dataset.vocab_size and model.source in ARCHITECTURES and "vocab_size" not in model.config:
         model = msgspec.structs.replace(model, config={**model.config, "vocab_size": dataset.vocab_size})
         config = msgspec.structs.replace(config, model=model)
-    source = resolve_model(model, base_dir=base_dir, seed=config.run.seed, module=module)
+    if module is not None and model.lazy:
+        raise UserError("model.lazy is for a model named by model.source; the one given is built already")
+    source = resolve_model(model, base_dir=base_dir, seed=config.run.seed, module=module, empty=model.lazy)
     if dataset.vocab_size:
         _check_limits(source, dataset.vocab_size, config.data.seq_len)
     return config, dataset, source

@@ -26,9 +26,10 @@ from fusionllm.errors import FusionError
 from fusionllm.ir.graph import encode_graph
 from fusionllm.ir.plan import Plan
 from fusionllm.protocol import messages as m
-from fusionllm.store.checkpoint import load_checkpoint, save_checkpoint
+from fusionllm.store.checkpoint import Reading, load_checkpoint, save_checkpoint
 from fusionllm.store.manifest import CheckpointMeta
 from fusionllm.store.run_dir import RunDir
+from fusionllm.store.scratch import Scratch
 from fusionllm.store.sources import open_source
 from fusionllm.store.tokens import open_tokenizer
 from fusionllm.telemetry.events import Event, Note, StepMetrics, ValMetrics
@@ -123,6 +124,7 @@ class Run:
         try:
             with self._interrupt.listening(), ExitStack() as stack:
                 cluster, ticket = self._start_cluster(run_dir, stack)
+                from fusionllm.api.lazy import LazyWeights
                 from fusionllm.api.prepare import prepare
 
                 job = prepare(config, self._base_dir, self._module, self._obj, self._threads())
@@ -131,7 +133,8 @@ class Run:
                 stack.callback(link.close)
                 link.open()
                 trainer, plan = self._submit(job, link)
-                trainer.send_state(state)
+                offers = state.weights.offer if isinstance(state.weights, LazyWeights) else None
+                trainer.send_state(state, offers)
                 training = True
                 run_dir.write_config(dump_config(job.config))
                 final, stopped = self._train(job, trainer, run_dir, first_step)
@@ -162,8 +165,9 @@ class Run:
         if self._config.cluster.broker:
             return None, m.parse_ticket(self._config.cluster.broker)
         cluster = LocalCluster(
-            self._config.fence_names(), run_dir.path / "logs", self._threads(), self._config.cluster.device
-        )
+            self._config.fence_names(), run_dir.path / "logs", self._threads(), self._config.cluster.device,
+            self._config.model,
+        )  # fmt: skip
         stack.callback(cluster.close)
         return cluster, cluster.start()
 
@@ -178,11 +182,12 @@ class Run:
         checkpoint = load_checkpoint(run_dir.checkpoints)
         checkpoint.require(graph_hash=job.graph_hash, data_fingerprint=job.dataset.fingerprint)
         manifest = checkpoint.manifest
-        weights = job.weights() | {n: checkpoint.read_weight(n) for n in manifest.weights}
+        initial, saved = job.weights(), manifest.weights  # each is read when a stage wants it
+        weights = Reading([*initial], lambda n: checkpoint.read_weight(n) if n in saved else initial[n])
         self._history = (
             [e for e in read_events(run_dir.metrics) if e.step <= manifest.step] if run_dir.metrics.exists() else []
         )
-        return State(weights, {n: checkpoint.read_optimizer(n) for n in manifest.optimizer}), manifest.step
+        return State(weights, Reading(manifest.optimizer, checkpoint.read_optimizer)), manifest.step
 
     def _submit(self, job: Job, link: OwnerLink) -> tuple[Trainer, Plan]:
         config = self._config
@@ -214,6 +219,7 @@ class Run:
             fence_links=config.fence_links(),
             owner_fence=config.fence_names()[0] if not config.cluster.broker else "",
             stall_s=config.cluster.stall_s,
+            allow_ops=config.model.allow_ops,
         )
 
         def waiting(message: m.Waiting) -> None:
@@ -284,13 +290,15 @@ class Run:
             self._emit(Note(step=step, kind="quality", text=text), sinks)
 
     def _checkpoint(self, job: Job, trainer: Trainer, run_dir: RunDir, step: int) -> State:
-        state, graph = trainer.fetch_state(), job.captured.graph
+        lazy = job.config.model.lazy
+        scratch = Scratch(run_dir.path) if lazy else None
+        state, graph, initial = trainer.fetch_state(scratch), job.captured.graph, job.weights()
         # frozen parameters are the model's own, as it comes from its source; of a LoRA run only the adapters are kept
         kept = {n for n, p in graph.params.items() if p.trainable} | {
             n for n, b in graph.buffers.items() if b.persistent
         }
         # a tensor that no stage holds, since no operator reads it, is as it was
-        weights = {n: state.weights.get(n, initial) for n, initial in job.weights().items() if n in kept}
+        weights = {n: state.weights[n] if n in state.weights else initial[n] for n in initial if n in kept}
         meta = CheckpointMeta(
             graph_hash=job.graph_hash,
             seed=job.config.run.seed,
@@ -301,8 +309,10 @@ class Run:
         path = save_checkpoint(
             run_dir.checkpoints, step, weights, state.optimizer, meta, keep_last=job.config.train.keep_checkpoints
         )
+        if scratch is not None:
+            scratch.close()
         self._progress(Note(step=step, kind="checkpoint", text=str(path)))
-        return State(weights, state.optimizer)
+        return State({}, {}) if lazy else State(weights, state.optimizer)
 
     # after
 
@@ -320,7 +330,7 @@ class Run:
         }
         if self._predicted_step_s:
             extra["predicted_step_s"] = self._predicted_step_s
-        if output.sample_prompt and not stopped:
+        if output.sample_prompt and not stopped and not self._config.model.lazy:
             from fusionllm.api.sample import continue_text
 
             extra["sample"] = continue_text(module, job.dataset, output.sample_prompt, output.sample_tokens)

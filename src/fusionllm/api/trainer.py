@@ -18,6 +18,7 @@ from fusionllm.compute import learning_rate
 from fusionllm.errors import FusionError, RemoteProtocolError, UserError
 from fusionllm.protocol import messages as m
 from fusionllm.store.dataset import Dataset
+from fusionllm.store.scratch import Scratch
 from fusionllm.store.tensorfile import Blob
 from fusionllm.telemetry.events import StepMetrics, ValMetrics
 
@@ -27,8 +28,8 @@ NO_NEWS_S = 600.0
 class State(msgspec.Struct):
     """What a run is: weights and optimizer tensors by name."""
 
-    weights: dict[str, Blob]
-    optimizer: dict[str, Blob]
+    weights: Mapping[str, Blob]
+    optimizer: Mapping[str, Blob]
 
 
 class _Step(msgspec.Struct):
@@ -83,26 +84,53 @@ class Trainer:
         self._seq = 0
         self._first_dense = round(config.train.steps * (1 - config.compression.dense_last))
         self._link_bytes: dict[str, int] = {}
+        #: Memory each node has needed at most, in bytes.
+        self.peak_bytes: dict[str, int] = {}
 
     # weights
 
-    def send_state(self, state: State) -> None:
-        """Give every stage its tensors, the optimizer's first; then wait until all hold theirs."""
+    def send_state(self, state: State, offer: Callable[[Sequence[str]], m.WeightOffer] | None = None) -> None:
+        """Give every stage its tensors, the optimizer's first; then wait until all hold theirs.
+
+        Args:
+            offer: what stages may get without us, for the tensors of one; they are sent what they still want.
+        """
         for stage_index, names in enumerate(self._planned.tensors):
             wanted = set(names)
-            for key, blob in state.optimizer.items():
+            for key in state.optimizer:
                 if key.partition("/")[2] in wanted:
-                    self._send_blob(stage_index, "optimizer", key, blob)
+                    self._send_blob(stage_index, "optimizer", key, state.optimizer[key])
+            if offer is not None:
+                payload = m.encode_message(offer(names))
+                header = m.TensorHeader("offer", self._planned.job, 0, -1, "", "uint8", (len(payload),))
+                self._link.send(stage_index, header, payload, m.Priority.STATE)
+                continue
             for name in names:
                 self._send_blob(stage_index, "weight", name, state.weights[name])
+        for _ in self._planned.tensors if offer is not None else ():
+            self._answer_wish(state)
         self._link.wait_start(NO_NEWS_S)
 
-    def fetch_state(self) -> State:
-        """Read all tensors back, after the last step ordered. A tied one is read from its first holder."""
+    def _answer_wish(self, state: State) -> None:
+        event = self._link.next_event(NO_NEWS_S, "a stage to say which weights it wants")
+        if not isinstance(event, Received) or event.header.kind != "want":
+            raise RemoteProtocolError(f"unexpected {event!r:.80} while giving out the weights")
+        for name in m.decode_wish(bytes(event.payload)).names:
+            if name not in self._planned.tensors[event.stage_index]:
+                raise RemoteProtocolError(f"stage {event.stage_index} wants {name[:80]!r}, which is not its own")
+            self._send_blob(event.stage_index, "weight", name, state.weights[name])
+
+    def fetch_state(self, scratch: Scratch | None = None) -> State:
+        """Read all tensors back, after the last step ordered. A tied one is read from its first holder.
+
+        Args:
+            scratch: where they are put down; None: they stay in memory.
+        """
         for stage_index in range(self._planned.plan.num_stages):
             header = m.TensorHeader("fetch", self._planned.job, self._seq - 1, -1, "", "uint8", (0,))
             self._link.send(stage_index, header, b"", m.Priority.STATE)
-        state = State({}, {})
+        weights: dict[str, Blob] = {}
+        optimizer: dict[str, Blob] = {}
         waiting = set(range(self._planned.plan.num_stages))
         while waiting:
             event = self._link.next_event(NO_NEWS_S, f"the weights of stages {sorted(waiting)}")
@@ -112,9 +140,11 @@ class Trainer:
             if header.kind == "done":
                 waiting.discard(event.stage_index)
                 continue
-            target = state.weights if header.kind == "weight" else state.optimizer
-            target.setdefault(header.key, Blob(header.dtype, header.shape, bytes(event.payload)))
-        return state
+            target = weights if header.kind == "weight" else optimizer
+            if header.key not in target:
+                blob = Blob(header.dtype, header.shape, event.payload)
+                target[header.key] = blob if scratch is None else scratch.put(blob)
+        return State(weights, optimizer)
 
     def _send_blob(self, stage_index: int, kind: m.TensorKind, key: str, blob: Blob) -> None:
         header = m.TensorHeader(kind, self._planned.job, 0, -1, key, blob.dtype, tuple(blob.shape))
@@ -155,6 +185,7 @@ class Trainer:
                 link_errors=step.commit.link_errors,
             )
             started, self._link_bytes = now, link_bytes
+            self.peak_bytes |= step.commit.peak_bytes
 
     def travel_dense(self, step: int) -> bool:
         """Order steps from here on without codecs; False where they are already."""

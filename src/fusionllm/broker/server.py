@@ -11,12 +11,11 @@ import logging
 import secrets
 import time
 
-import msgspec
-
 from fusionllm.broker.planning import PlannedJob, check_options, emulated_link, needs_survey, plan_job
 from fusionllm.broker.survey import Survey
 from fusionllm.errors import AdmissionError, FusionError, LinkError, ProtocolError
 from fusionllm.ir.graph import decode_graph
+from fusionllm.ir.ops import allowed_ops
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.job import CommitStep, FailJob, JobCommand, JobMachine, StartJob
 from fusionllm.protocol.membership import Member, Membership
@@ -35,6 +34,7 @@ class _Job:
         self.last_progress_s = time.monotonic()
         self.link_bytes: dict[str, int] = {}
         self.link_errors: dict[str, float] = {}
+        self.peak_bytes: dict[str, int] = {}
 
 
 class Broker:
@@ -164,6 +164,7 @@ class Broker:
                 if isinstance(message, m.StageDone):
                     self._survey.observe(name, message.links)
                     known = {job.owner, *job.machine.stage_nodes}
+                    job.peak_bytes[name] = message.peak_bytes
                     job.link_bytes.update({f"{name}->{p}": n for p, n in message.sent_bytes.items() if p in known})
                     errors = {key.partition(" "): error for key, error in message.errors.items()}
                     job.link_errors.update(
@@ -228,7 +229,8 @@ class Broker:
 
     async def _plan(self, name: str, owner: str, submit: m.Submit, nodes: list[Member]) -> PlannedJob:
         options, member, surveyed = submit.options, self._membership.members[owner], None
-        graph = decode_graph(submit.graph)
+        # nothing is executed here; each node says for itself which operators beyond the list it allows
+        graph = decode_graph(submit.graph, allowed_ops(options.allow_ops))
         if needs_survey(options):
             await self._survey.measure(nodes, lambda a, b: emulated_link(options, a.fence, b.fence))
             here = [node for node in nodes if node.name in self._membership.members]
@@ -247,10 +249,11 @@ class Broker:
                 commit = m.Commit(job=job.job, seq=command.seq, total_norm=command.total_norm)
                 for name in job.machine.stage_nodes:
                     await self._send(name, commit)
-                await self._send(
-                    job.owner,
-                    msgspec.structs.replace(commit, link_bytes=dict(job.link_bytes), link_errors=dict(job.link_errors)),
-                )
+                news = m.Commit(
+                    job=job.job, seq=command.seq, total_norm=command.total_norm, link_bytes=dict(job.link_bytes),
+                    link_errors=dict(job.link_errors), peak_bytes=dict(job.peak_bytes),
+                )  # fmt: skip
+                await self._send(job.owner, news)
             elif isinstance(command, FailJob):
                 log.info("%s failed: %s", job.job, command.reason)  # the owner is told, and says it
                 await self._send(job.owner, m.JobFailed(job=job.job, reason=command.reason))
@@ -291,5 +294,7 @@ def _step_job(machine: JobMachine, name: str, message: m.StageReady | m.StageDon
     if isinstance(message, m.StageReady):
         return machine.handle_ready(name, message.stage_index)
     if isinstance(message, m.StageDone):
-        return machine.handle_done(name, message.stage_index, message.seq, message.square_sum)
+        return machine.handle_done(
+            name, message.stage_index, message.seq, message.square_sum, overflow=message.overflow
+        )
     return machine.handle_failed(name, message.stage_index, message.message)

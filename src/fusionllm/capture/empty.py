@@ -5,7 +5,7 @@ Buffers keep their values: they are small, and a model computes some of them (ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +19,13 @@ def is_empty(module: nn.Module) -> bool:
 
 
 @contextmanager
-def without_weights() -> Iterator[None]:
+def without_weights(
+    on_register: Callable[[torch.Tensor, torch.Tensor], None] = lambda given, empty: None,
+) -> Iterator[None]:
     """Modules built within it have parameters on the device ``meta``; tied ones stay one tensor.
 
-    A parameter's memory is asked for and given back untouched, one at a time, before anything is written into it.
+    ``on_register`` is told of each, with what it was. A parameter's memory is asked for and given back untouched, one
+    at a time, before anything is written into it.
     """
     held = nn.Module.register_parameter
 
@@ -30,7 +33,9 @@ def without_weights() -> Iterator[None]:
         held(self, name, param)
         if param is not None and not param.is_meta:
             kind: Any = type(param)
-            self._parameters[name] = kind(param.detach().to("meta"), requires_grad=param.requires_grad)
+            empty = kind(param.detach().to("meta"), requires_grad=param.requires_grad)
+            on_register(param, empty)
+            self._parameters[name] = empty
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:

@@ -42,8 +42,14 @@ class _LossOnly(torch.nn.Module):
         self._names = names
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        out = self.module(**dict(zip(self._names, inputs)))
-        return loss_of(out)
+        given = (self._fitting(x) for x in inputs)
+        return loss_of(self.module(**dict(zip(self._names, given))))
+
+    def _fitting(self, x: torch.Tensor) -> torch.Tensor:
+        """An input of a model with short weights in the weights' type."""
+        weight = next(self.module.parameters(), x)
+        is_short = weight.dtype in (torch.bfloat16, torch.float16)
+        return x.to(weight.dtype) if is_short and x.is_floating_point() else x
 
 
 def loss_of(out: Any) -> torch.Tensor:

@@ -39,9 +39,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         config: overrides of the Hugging Face config, e.g. ``{n_layer = 6}``.
         init: ``random`` from the run's seed, ``pretrained`` from the folder's weights, ``auto``: pretrained if there.
         bottleneck: low-rank cuts to train the model with; none by default.
+        lazy: never hold the model here: it is captured without weights, and each stage's come from the folder, or from
+            the seed and their names.
+        mirrors: with ``lazy``, addresses where the folder's files lie too, for nodes that may read there.
+        allow_ops: operators of `torch.library` that the model may use, as ``mylib.scan.default``; its nodes allow them
+            too. imports: Python modules that register those, for the nodes of this machine.
     """
 
     source: str = "gpt2"
     config: dict[str, Any] = {}
     init: Literal["auto", "random", "pretrained"] = "auto"
     bottleneck: BottleneckConfig = BottleneckConfig()
+    lazy: bool = False
+    mirrors: tuple[str, ...] = ()
+    allow_ops: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()

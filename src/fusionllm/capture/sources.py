@@ -11,7 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import msgspec
 import torch
 
 from fusionllm.capture import bottleneck
-from fusionllm.capture.empty import without_weights
+from fusionllm.capture.inits import recorded
 from fusionllm.capture.options import ARCHITECTURES, BottleneckConfig, ModelConfig
 from fusionllm.errors import UserError
+from fusionllm.ir.init import Init
 
 _FORMS = "gpt2, llama, a Hugging Face folder, a config.json, or python:MODULE:FUNCTION"
 
@@ -35,6 +36,8 @@ class Source:
         example_inputs: inputs by name with at least 2 rows, when the source gave some.
         max_seq_len, vocab_size: of a language model, None where there is no such thing.
         pretrained: its weights were read from a folder.
+        inits, values, folder: of a model without weights: how its parameters begin, the values of those that its
+            constructor made, or the folder with its weights.
         notice: a sentence for whoever creates the job about what was changed in the model; empty for nothing.
     """
 
@@ -42,6 +45,9 @@ class Source:
     example_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     max_seq_len: int | None = None
     vocab_size: int | None = None
+    inits: dict[str, Init] = field(default_factory=dict)
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    folder: Path | None = None
     notice: str = ""
     pretrained: bool = False
 
@@ -63,14 +69,12 @@ def resolve_model(
         if module is not None:
             source = _given(module)
         elif empty:
-            with without_weights():
-                source = _build(msgspec.structs.replace(config, init="random"), base_dir)
+            source = _build_empty(config, base_dir)
         else:
             source = _build(config, base_dir)
-        if config.bottleneck.rank:
+        if config.bottleneck.rank and not empty:
             folder = base_dir / config.source if module is None and source.pretrained else None
-            with without_weights() if empty else nullcontext():
-                _add_bottlenecks(source, config.bottleneck, folder)
+            _add_bottlenecks(source, config.bottleneck, folder)
     source.module.train()
     return source
 
@@ -112,13 +116,30 @@ def _build(config: ModelConfig, base_dir: Path) -> Source:
     raise UserError(f"model.source is {name!r}; there is no such folder or file under {base_dir}; use {_FORMS}")
 
 
+def _build_empty(config: ModelConfig, base_dir: Path) -> Source:
+    """The model without weights, and where they come from."""
+    folder = base_dir / config.source
+    has_weights = folder.is_dir() and any(folder.glob("*.safetensors"))
+    if config.init == "pretrained" and not has_weights:
+        raise UserError(f"model.init is 'pretrained', and {folder} has no .safetensors file")
+    with recorded() as inits:
+        source = _build(msgspec.structs.replace(config, init="random"), base_dir)
+        if config.bottleneck.rank:
+            _add_bottlenecks(source, config.bottleneck, None)
+    if has_weights and config.init != "random":
+        source.folder = folder
+    else:
+        source.inits, source.values = inits.of(source.module)
+    return source
+
+
 def _from_config(hf_config: Any) -> Source:
     from transformers import AutoModelForCausalLM
 
     hf_config.use_cache = False
     try:
         factory: Any = AutoModelForCausalLM
-        module = factory.from_config(hf_config, attn_implementation="sdpa")
+        module = factory.from_config(hf_config, attn_implementation="sdpa", dtype=torch.float32)
     except (ValueError, TypeError) as error:
         raise UserError(f"Hugging Face cannot build this model: {error}") from None
     return _with_limits(Source(module), hf_config)

@@ -166,12 +166,29 @@ def join(
         str, typer.Option(help="What to compute on: auto, cpu, cuda, cuda:1, mps, xpu; jax: cpu, gpu, tpu.")
     ] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Threads that may compute on a CPU; 0: one per core.")] = 0,
+    weights_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--weights-from", metavar="PLACE", help="A folder of safetensors, or an address to read weights under."
+        ),
+    ] = None,
+    allow_op: Annotated[
+        list[str] | None,
+        typer.Option("--allow-op", metavar="NAME", help="An operator of yours to execute: mylib.scan.default."),
+    ] = None,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", metavar="MODULE", help="The Python module that registers it.")
+    ] = None,
 ) -> None:
     """Lend this machine: run stages for the broker of TICKET until Ctrl-C. Only listed operators are executed.
 
-    Example:
+    Examples:
 
       fusionllm join fusion1:HOST:PORT:FINGERPRINT:TOKEN --fence lab1 --device cuda:0
+
+      fusionllm join fusion1:HOST:PORT:FINGERPRINT:TOKEN --weights-from https://huggingface.co
+
+      fusionllm join fusion1:HOST:PORT:FINGERPRINT:TOKEN --import mylib --allow-op mylib.scan.default
     """
 
     def work() -> None:
@@ -191,6 +208,9 @@ def join(
             backend=backend,
             device=device,
             threads=threads,
+            weights_from=tuple(weights_from or ()),
+            allow_ops=tuple(allow_op or ()),
+            imports=tuple(imports or ()),
         )
         from fusionllm.node.agent import NodeAgent  # the ticket is read: now for the framework
         from fusionllm.node.loop import run_loop

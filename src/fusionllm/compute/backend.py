@@ -81,6 +81,9 @@ class Program(Protocol):
             Gradients of the received floating-point values that are not frozen, by id.
         """
 
+    def peak_bytes(self) -> int:
+        """Memory of the device needed at most so far; of a CPU, this process's (`compute.memory`); 0: nobody says."""
+
 
 class Optimizer(Protocol):
     """Changes parameters by their gradients; its state goes by torch's names, so it may move between frameworks."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+Precision = Literal["float32", "bfloat16", "float16", "bfloat16-weights"]
 Kind = Literal["norms", "biases", "embeddings"]
 
 
@@ -15,13 +16,14 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How a stage computes.
 
     Attributes:
-        precision: ``float32``, or ``bfloat16`` for autocast with float32 weights.
+        precision: ``float32``; ``bfloat16`` or ``float16``: products in it (autocast), weights in float32, with
+            float16 the loss scaled; ``bfloat16-weights``: weights and values in it, masters in float32.
         recompute: keep only a stage's inputs, run its forward again in the backward.
         tied: ``step`` or ``microbatch``: how often tied gradients are exchanged.
         num_threads: of torch on a CPU.
     """
 
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     recompute: bool = False
     seed: int = 0
     num_threads: int = 1

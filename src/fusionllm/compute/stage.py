@@ -8,6 +8,7 @@ in that a framework is behind `compute.backend`: stages of one run may be of dif
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,10 @@ from fusionllm.compute.options import ComputeOptions, OptimConfig, learning_rate
 from fusionllm.errors import GraphError
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.modes import evaluation_graph, training_graph
+
+#: Loss scaling of float16 (Micikevicius et al., arXiv 1710.03740): where it begins, after how many steps without an
+#: overflow it doubles, and how far; the numbers are torch.amp.GradScaler's but for the shorter wait.
+FIRST_SCALE, GROW_AFTER, MAX_SCALE = 2.0**16, 200, 2.0**24
 
 
 class _Stash(msgspec.Struct):
@@ -66,6 +71,8 @@ class Stage:
         self._stash: dict[tuple[int, int], _Stash] = {}
         self._gradients: dict[str, Array] = {}
         self._tied_grads: dict[str, list[Array]] = {}
+        self._scale = FIRST_SCALE if self.scales_loss else 1.0
+        self._good_steps = 0
 
     # weights
 
@@ -135,7 +142,7 @@ class Stage:
             context = Context(self.options.seed, step, microbatch_index, True)
             tensors = {**self._tensors, **(stash.tensors or {})}
             kept = self._program.forward(tensors, stash.values, context, keep=True).kept
-        out = self._program.backward(kept, grads, loss_weight, self._gradients)
+        out = self._program.backward(kept, grads, loss_weight * self._scale, self._gradients)
         if self.options.tied == "microbatch":  # each microbatch's is kept apart, to be summed as one process would
             for name in self._tied:
                 self._tied_grads.setdefault(name, []).append(self._gradient(name))
@@ -175,18 +182,35 @@ class Stage:
 
     def grad_square_sum(self) -> float:
         """Sum of squares of the gradients this stage counts, in float64."""
-        return self.optimizer.square_sum({n: self._gradients[n] for n in self._norm_names if n in self._gradients})
+        counted = {n: self._gradients[n] for n in self._norm_names if n in self._gradients}
+        return self.optimizer.square_sum(counted) / self._scale**2
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients may overflow, and a step be left out for it."""
+        return self.options.precision == "float16"
 
     def update(self, step: int, total_norm: float) -> float:
-        """Clip by the global norm, update, drop the gradients. Returns the learning rate used. ``step`` from 0."""
+        """Clip by the global norm, update, drop the gradients. Returns the learning rate used. ``step`` from 0.
+
+        A norm that is not finite, of a job in float16, leaves the step out and halves the scale of the loss. All stages
+        hear of the same norms, so they hold the same scale.
+        """
+        lr = learning_rate(self._optim_config, step, self._num_steps)
+        if self.scales_loss and not math.isfinite(total_norm):
+            self.drop_gradients()
+            self._scale, self._good_steps = max(1.0, self._scale / 2), 0
+            return lr
         limit = self._optim_config.clip_norm
         # as torch.nn.utils.clip_grad_norm_
-        scale = min(1.0, limit / (total_norm + 1e-6)) if limit > 0 else 1.0
-        lr = learning_rate(self._optim_config, step, self._num_steps)
+        scale = (min(1.0, limit / (total_norm + 1e-6)) if limit > 0 else 1.0) / self._scale
         tensors = {n: self._tensors[i] for n, i in self._trainable.items()}
         gradients, self._gradients = self._gradients, {}
         updated = self.optimizer.step(tensors, gradients, lr, scale)
         self._tensors.update({self._trainable[n]: a for n, a in updated.items()})
+        self._good_steps += 1
+        if self.scales_loss and self._good_steps % GROW_AFTER == 0:
+            self._scale = min(2 * self._scale, MAX_SCALE)
         return lr
 
     def drop_gradients(self) -> None:
@@ -196,6 +220,10 @@ class Stage:
         self._gradients.clear()
 
     # state
+
+    def peak_bytes(self) -> int:
+        """Memory needed at most so far: of the device, or of this process on a CPU; 0 if nobody says."""
+        return self._program.peak_bytes()
 
     def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """(parameters and buffers by name, optimizer tensors by ``KIND/PARAMETER``)."""

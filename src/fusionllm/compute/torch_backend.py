@@ -14,6 +14,7 @@ import torch
 from fusionllm.compute.backend import Context, Ran, Ready
 from fusionllm.compute.device import choose_device
 from fusionllm.compute.interpreter import Program
+from fusionllm.compute.memory import resident_peak_bytes
 from fusionllm.compute.ops_torch import has_operator
 from fusionllm.compute.optim import Optimizer, has_optimizer
 from fusionllm.compute.optimizers import OPTIMIZERS
@@ -90,13 +91,19 @@ class TorchProgram:
                     kept.parameters[id].grad = None
         return {i: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for i, leaf in kept.leaves.items()}
 
+    def peak_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return resident_peak_bytes() if self._device.type == "cpu" else 0
+
     def _declared(self, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {i: t.detach().to(self._dtypes[i]) for i, t in outs.items()}
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._precision == "bfloat16":
+        if self._precision in ("bfloat16", "float16"):
             # the cache of cast weights would outlive the weights' update
-            return torch.autocast(self._device.type, dtype=torch.bfloat16, cache_enabled=False)
+            dtype = torch.bfloat16 if self._precision == "bfloat16" else torch.float16
+            return torch.autocast(self._device.type, dtype=dtype, cache_enabled=False)
         return nullcontext()
 
 

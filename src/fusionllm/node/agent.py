@@ -15,8 +15,10 @@ import msgspec
 
 from fusionllm.compute import choose_backend, warm_up
 from fusionllm.errors import AdmissionError, FusionError, LinkClosed, LinkError, RemoteProtocolError
+from fusionllm.ir.ops import allowed_ops
 from fusionllm.node.codecs import can_compress
 from fusionllm.node.join import default_name, expect_peers, join_broker, reach_peers
+from fusionllm.node.operators import import_operators
 from fusionllm.node.options import NodeConfig
 from fusionllm.node.probe import check_probe, let_in, link_profiles, measure_device, measure_link
 from fusionllm.node.worker import Arrival, Committed, Connected, StageWorker, Stop
@@ -35,6 +37,7 @@ class NodeAgent:
         self.config = config
         self.name = config.name or default_name()
         self.backend = choose_backend(config.backend)
+        self._allow_ops = allowed_ops(config.allow_ops)
         self._worker: StageWorker | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._probed_by = ""
@@ -54,9 +57,10 @@ class NodeAgent:
                 config = self.config
                 ready = await self._loop.run_in_executor(None, warm_up, self.backend, config.device)
                 self._device = ready.device
+                await self._loop.run_in_executor(None, import_operators, config.imports)
                 _, port = await self._endpoint.listen(self.config.host, self.config.port)
                 offer = m.Offer(
-                    device=ready.device, operators=tuple(sorted(ready.operators)),
+                    device=ready.device, operators=tuple(sorted(ready.operators | self._allow_ops)),
                     optimizers=tuple(sorted(ready.optimizers)), codecs=can_compress(),
                 )  # fmt: skip
                 await channel.send(m.Listening(host=self.config.advertise, port=port, offer=offer))
@@ -120,8 +124,10 @@ class NodeAgent:
         self._stop_worker()
         try:
             worker = StageWorker(
-                assign, self._endpoint, self._loop, self._tell, self._device, self.backend, self.config.threads
-            )
+                assign, self._endpoint, self._loop, self._tell, self._device, self.backend,
+                threads=self.config.threads,
+                weights_from=self.config.weights_from, allow_ops=self._allow_ops,
+            )  # fmt: skip
         except FusionError as error:
             self._tell(m.StageFailed(job=assign.job, stage_index=assign.stage_index, message=str(error)))
             return

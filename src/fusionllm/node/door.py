@@ -26,8 +26,8 @@ class Door:
 
     def admit(self, source: int, header: m.TensorHeader, num_bytes: int) -> None:
         """Check a header; ``source`` is a stage index or OWNER. Raises RemoteProtocolError."""
-        if header.kind in ("step", "fetch"):
-            if source != OWNER or num_bytes > MAX_ORDER_BYTES:
+        if header.kind in ("step", "fetch", "offer"):
+            if source != OWNER or num_bytes > (m.MAX_OFFER_BYTES if header.kind == "offer" else MAX_ORDER_BYTES):
                 raise RemoteProtocolError(f"a {header.kind} message of {num_bytes} bytes from {source}")
             return
         spec = self._spec_of(header)

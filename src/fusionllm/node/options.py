@@ -25,6 +25,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         backend: a framework's name, or ``auto`` for the best that is installed.
         device: ``auto``, a kind such as ``cuda``, or one such as ``cuda:1``.
         threads: the most that may compute on a CPU; 0: as many as there are cores.
+        weights_from: folders of safetensors, and addresses under which weights may be read; of no others.
+        allow_ops: operators of libraries of its own that this machine executes, as ``mylib.scan.default``.
+        imports: Python modules that register those.
     """
 
     ticket: m.Ticket
@@ -36,6 +39,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "auto"
     device: str = "auto"
     threads: int = 0
+    weights_from: tuple[str, ...] = ()
+    allow_ops: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
 
 
 class Nursling(msgspec.Struct, frozen=True):

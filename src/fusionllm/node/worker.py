@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 
-from fusionllm.compute import ComputeOptions, OptimConfig
+from fusionllm.compute import ComputeOptions, OptimConfig, load_backend
 from fusionllm.compute.stage import Stage, dtype_name
 from fusionllm.errors import FusionError, RemoteProtocolError
 from fusionllm.ir.cuts import trained_ids
@@ -25,6 +26,7 @@ from fusionllm.ir.graph import OpGraph, decode_graph
 from fusionllm.ir.program import StageProgram
 from fusionllm.node.codecs import StageCodecs
 from fusionllm.node.door import Door
+from fusionllm.node.weights import find_weights
 from fusionllm.protocol import messages as m
 from fusionllm.protocol import stage as s
 from fusionllm.schedule.pipeline import find_pipeline, forward_only
@@ -64,6 +66,8 @@ class StageWorker(threading.Thread):
     Args:
         tell: sends a control message to the broker; safe to call from this thread.
         threads: the most that may compute on a CPU, whatever the job asks for; 0: one per core.
+        weights_from: folders and addresses this machine may read weights from.
+        allow_ops: operators beyond the list that this machine executes.
     """
 
     def __init__(
@@ -74,13 +78,17 @@ class StageWorker(threading.Thread):
         tell: Callable[[Any], None],
         device: str = "cpu",
         backend: str = "torch",
+        *,
         threads: int = 0,
+        weights_from: Sequence[str] = (),
+        allow_ops: Collection[str] = (),
     ) -> None:
         super().__init__(name=f"stage-{assign.stage_index}", daemon=True)
         self.assign, self._endpoint, self._loop, self._tell = assign, endpoint, loop, tell
         self._device, self._backend, self._threads = device, backend, threads
+        self._weights_from, self._allow_ops = weights_from, allow_ops
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.graph: OpGraph = decode_graph(assign.graph)
+        self.graph: OpGraph = decode_graph(assign.graph, allow_ops)
         self.door = Door(assign, self.graph)
         self._codecs = StageCodecs(assign.codecs, backend)
         self._differentiable = trained_ids(self.graph) & {*assign.producers, *assign.consumers}
@@ -130,6 +138,7 @@ class StageWorker(threading.Thread):
             tied_names=tuple(assign.tied),
             norm_names=counted,
             device=self._device,
+            allow_ops=self._allow_ops,
         )
         self._machine = s.StageMachine(
             assign.stage_index,
@@ -179,6 +188,9 @@ class StageWorker(threading.Thread):
             self._fetches.append(header)
             self._answer_fetches()
             return
+        if header.kind == "offer":
+            self._take_offer(m.decode_offer(bytes(event.payload)))
+            return
         tensor = self._codecs.decode(event.source, header, event.payload)
         if header.kind == "optimizer":
             self._optimizer[header.key] = tensor
@@ -189,6 +201,19 @@ class StageWorker(threading.Thread):
             slot = s.Slot(header.kind, header.seq, header.microbatch_index, header.key, event.source)
             self._tensors[slot] = tensor
             self._perform(self._machine.handle_arrival(slot))
+
+    def _take_offer(self, offer: m.WeightOffer) -> None:
+        """Get what can be had without the owner, and ask the owner for the rest."""
+        backend = load_backend(self._backend)
+        for name, blob in find_weights(offer, self.graph, self._weights_from):
+            self._stage.load(name, backend.from_buffer(blob.data, blob.dtype, blob.shape))
+        self._send_bytes("want", m.encode_message(m.WeightWish(names=tuple(self._stage.missing()))))
+        self._report_ready()
+
+    def _send_bytes(self, kind: m.TensorKind, payload: bytes) -> None:
+        header = m.TensorHeader(kind, self.assign.job, 0, -1, "", "uint8", (len(payload),))
+        sent = self._endpoint.send(self.assign.owner, m.encode_message(header), [payload], m.Priority.ORDER)
+        asyncio.run_coroutine_threadsafe(sent, self._loop).result(timeout=600.0)
 
     def _report_ready(self) -> None:
         if self._connected and not self._ready and not self._stage.missing():
@@ -271,12 +296,16 @@ class StageWorker(threading.Thread):
             }
         )
         names = self.assign.stage_nodes
+        square_sum = self._stage.grad_square_sum()
+        overflow = self._stage.scales_loss and not math.isfinite(square_sum)
         self._tell(
             m.StageDone(
                 job=self.assign.job,
                 stage_index=self.assign.stage_index,
                 seq=command.order.seq,
-                square_sum=self._stage.grad_square_sum(),
+                square_sum=0.0 if overflow else square_sum,
+                overflow=overflow,
+                peak_bytes=self._stage.peak_bytes(),
                 errors={f"{names[k]} {kind}": error for (kind, k), error in self._codecs.guard.errors.items()},
             )
         )

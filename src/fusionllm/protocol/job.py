@@ -47,8 +47,13 @@ class JobMachine:
         self._ready.add(stage_index)
         return [StartJob()] if len(self._ready) == len(self.stage_nodes) else []
 
-    def handle_done(self, node: str, stage_index: int, seq: int, square_sum: float) -> list[JobCommand]:
-        """A stage holds the gradients of step ``seq``; ``square_sum`` is its share of the squared norm."""
+    def handle_done(
+        self, node: str, stage_index: int, seq: int, square_sum: float, *, overflow: bool = False
+    ) -> list[JobCommand]:
+        """A stage holds the gradients of step ``seq``; ``square_sum`` is its share of the squared norm.
+
+        With ``overflow`` it is none: the step is committed as one that every stage leaves out.
+        """
         self._check(node, stage_index)
         if self.ended:
             return []
@@ -61,7 +66,7 @@ class JobMachine:
                 f"the gradient of stage {stage_index} on node {node} is {square_sum} at step {seq}; "
                 "lower the learning rate, clip the gradient (optimizer.clip_norm) or warm up longer"
             )
-        self._done[stage_index] = (seq, square_sum)
+        self._done[stage_index] = (seq, math.inf if overflow else square_sum)
         if len(self._done) < len(self.stage_nodes):
             return []
         seqs = {s for s, _ in self._done.values()}

@@ -16,6 +16,7 @@ import msgspec
 
 from fusionllm.errors import RemoteProtocolError, UserError
 from fusionllm.ir.cluster import LinkProfile, NodeProfile
+from fusionllm.ir.init import Init
 from fusionllm.ir.plan import Plan
 
 #: Version of the control plane. A node of another version is refused at join with both numbers.
@@ -23,6 +24,8 @@ CONTROL_VERSION = 2
 MAX_CONTROL_BYTES = 300 << 20
 #: What a machine that has not joined yet may send.
 MAX_JOIN_BYTES = 64 << 10
+#: Of an offer of weights and its answer.
+MAX_OFFER_BYTES = 64 << 20
 #: A host name, or an address of IPv4 or IPv6.
 HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9a-fA-F:.]{2,45}")
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -41,7 +44,19 @@ class Priority(IntEnum):
 
 
 TensorKind = Literal[
-    "input", "activation", "gradient", "tied", "output", "weight", "optimizer", "step", "fetch", "done", "probe"
+    "input",
+    "activation",
+    "gradient",
+    "tied",
+    "output",
+    "weight",
+    "optimizer",
+    "step",
+    "fetch",
+    "done",
+    "probe",
+    "offer",
+    "want",
 ]
 
 
@@ -111,6 +126,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     fence_links: tuple[FenceLink, ...] = ()
     owner_fence: str = ""
     stall_s: float = 60.0
+    allow_ops: tuple[str, ...] = ()
 
 
 # everyone -> broker
@@ -181,6 +197,8 @@ class StageDone(_Message, frozen=True, kw_only=True):
     Attributes:
         square_sum: its share of the squared global norm.
         sent_bytes: peer -> bytes sent to it since the job began.
+        overflow: the scaled gradients left the range of float16; the step is committed with an infinite norm.
+        peak_bytes: memory the node has needed at most.
         links: peer -> the way to it as the job's own traffic shows it, where that can be told.
         errors: ``"peer kind"`` -> squared error, over the square, of the last message of that kind looked at.
     """
@@ -190,6 +208,8 @@ class StageDone(_Message, frozen=True, kw_only=True):
     seq: int
     square_sum: float
     sent_bytes: dict[str, int] = {}
+    overflow: bool = False
+    peak_bytes: int = 0
     links: dict[str, LinkProfile] = {}
     errors: dict[str, float] = {}
 
@@ -287,10 +307,10 @@ class Start(_Message, frozen=True, kw_only=True):
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """All stages update now.
+    """All stages update now; with an infinite ``total_norm`` they leave the step out.
 
     To the owner only: ``link_bytes``, ``"a->b"`` -> bytes since the job began; ``link_errors``, ``"a->b kind"`` -> the
-    squared error of its codec.
+    squared error of its codec; ``peak_bytes``, node -> memory it has needed at most.
     """
 
     job: str
@@ -298,6 +318,7 @@ class Commit(_Message, frozen=True, kw_only=True):
     total_norm: float
     link_bytes: dict[str, int] = {}
     link_errors: dict[str, float] = {}
+    peak_bytes: dict[str, int] = {}
 
 
 class JobFailed(_Message, frozen=True, kw_only=True):
@@ -374,6 +395,33 @@ class StepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dense: bool = False
 
 
+class TensorOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tensor of an offer: how it begins, or its name in a folder of safetensors and the SHA-256 of its bytes."""
+
+    name: str
+    source_name: str = ""
+    sha256: str = ""
+    init: Init | None = None
+
+
+class WeightOffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Payload of an ``offer``: what a stage may get without the owner. The answer is a `WeightWish`.
+
+    Attributes:
+        places: addresses of folders of safetensors. seed: of the run, for initial values.
+    """
+
+    places: tuple[str, ...] = ()
+    seed: int = 0
+    tensors: tuple[TensorOffer, ...] = ()
+
+
+class WeightWish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Payload of a ``want``: the tensors that the owner must send."""
+
+    names: tuple[str, ...] = ()
+
+
 class Ticket(msgspec.Struct, frozen=True):
     """All that joining needs, as one word: ``fusion1:HOST:PORT:FINGERPRINT:TOKEN``."""
 
@@ -418,6 +466,8 @@ _decode_any_join = msgspec.msgpack.Decoder(_AnyJoin)
 _decode_control = msgspec.msgpack.Decoder(Control)
 _decode_header = msgspec.msgpack.Decoder(TensorHeader)
 _decode_order = msgspec.msgpack.Decoder(StepOrder)
+_decode_offer = msgspec.msgpack.Decoder(WeightOffer)
+_decode_wish = msgspec.msgpack.Decoder(WeightWish)
 _M = TypeVar("_M", bound=msgspec.Struct)
 
 
@@ -458,6 +508,16 @@ def decode_header(data: bytes) -> TensorHeader:
     if any(size < 0 for size in header.shape) or len(header.shape) > 16:
         raise RemoteProtocolError(f"bad tensor header: shape {list(header.shape)[:17]}")
     return header
+
+
+def decode_offer(data: bytes | memoryview) -> WeightOffer:
+    """Read an offer of weights from outside. Raises RemoteProtocolError."""
+    return _checked(_decode_offer, data, "offer of weights")
+
+
+def decode_wish(data: bytes | memoryview) -> WeightWish:
+    """Read which weights a stage wants. Raises RemoteProtocolError."""
+    return _checked(_decode_wish, data, "list of weights")
 
 
 def decode_order(data: bytes | memoryview) -> StepOrder:

@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ import xxhash
 
 from fusionllm.errors import CheckpointError
 from fusionllm.ir.tensor import DTYPES
+from fusionllm.store.ranges import ByteSource, FileBytes
 
 #: Our dtype names and those of the file format.
 FILE_DTYPES = {
@@ -66,6 +67,20 @@ class Blob:
         """An array over the same bytes; bfloat16, which numpy lacks, comes as uint16 of the same bits."""
         dtype = "uint16" if self.dtype == "bfloat16" else self.dtype
         return np.frombuffer(self.data, dtype=dtype).reshape(self.shape)
+
+    def as_dtype(self, dtype: str) -> Blob:
+        """The same values, rounded to nearest even, in another floating-point type."""
+        if dtype == self.dtype:
+            return self
+        if self.dtype == "bfloat16":  # numpy has none: the upper half of a float32
+            wide = (self.numpy().astype(np.uint32) << 16).view(np.float32)
+            return Blob.from_numpy(wide).as_dtype(dtype)
+        if dtype != "bfloat16":
+            return Blob.from_numpy(self.numpy().astype(dtype))
+        bits = self.numpy().astype(np.float32).view(np.uint32)
+        short = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        short[np.isnan(bits.view(np.float32))] = 0x7FC0
+        return Blob("bfloat16", self.shape, Blob.from_numpy(short).data)
 
 
 @dataclass(frozen=True)
@@ -140,22 +155,19 @@ class TensorFile:
     for.
 
     Attributes:
-        path: the file.
+        path: the file's name, for messages.
         names: its tensors, sorted.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | ByteSource) -> None:
         """Read and check the header.
 
         Raises:
             CheckpointError: missing, cut short, or not a safetensors file.
         """
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self._places, self._data_start = _read_header(path, file)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        self._source = FileBytes(path) if isinstance(path, Path) else path
+        self.path = self._source.name
+        self._places, self._data_start = _read_header(self._source)
         self.names = tuple(sorted(self._places))
 
     def spec(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -171,17 +183,7 @@ class TensorFile:
         """
         place = self._place(name)
         data = bytearray(place.num_bytes)
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self._data_start + place.start)
-                view = memoryview(data)
-                while view.nbytes:
-                    num_read = file.readinto(view)
-                    if not num_read:
-                        raise CheckpointError(f"{self.path}: cut short while tensor {name!r} was read")
-                    view = view[num_read:]
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror or error}") from error
+        self._source.read_into(self._data_start + place.start, memoryview(data))
         return Blob(place.dtype, place.shape, data)
 
     def _place(self, name: str) -> _Place:
@@ -191,14 +193,17 @@ class TensorFile:
         return place
 
 
-def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, _Place], int]:
-    size = os.fstat(file.fileno()).st_size
-    prefix = file.read(8)
+def _read_header(source: ByteSource) -> tuple[dict[str, _Place], int]:
+    size, path = source.num_bytes, source.name
+    prefix = bytearray(min(size, 8))
+    source.read_into(0, memoryview(prefix))
     length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_NUM_BYTES):
+    if size < 8 or length > min(size - 8, MAX_HEADER_NUM_BYTES):
         raise CheckpointError(f"{path}: {size} bytes with a header of {length}: cut short or not a safetensors file")
+    header = bytearray(length)
+    source.read_into(8, memoryview(header))
     try:
-        entries = msgspec.json.decode(file.read(length), type=dict[str, Any])
+        entries = msgspec.json.decode(header, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is not JSON: {error}") from None
     entries.pop("__metadata__", None)
@@ -221,7 +226,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def _read_place(path: Path, name: str, raw: Any) -> _Place:
+def _read_place(path: str, name: str, raw: Any) -> _Place:
     try:
         entry = msgspec.convert(raw, _Entry)
     except msgspec.ValidationError as error:

@@ -17,9 +17,10 @@ from fusionllm.compute.backend import Context, Ran
 from fusionllm.compute.jax.layers import RANDOM
 from fusionllm.compute.jax.operators import HIGHER, LOWER, lowered, resolve
 from fusionllm.compute.jax.random import dropout
+from fusionllm.compute.memory import resident_peak_bytes
 from fusionllm.compute.options import ComputeOptions
 from fusionllm.compute.philox import seed_of
-from fusionllm.errors import GraphError
+from fusionllm.errors import GraphError, UserError
 from fusionllm.ir.graph import UNUSED, Arg, Op, OpGraph
 
 Values = dict[str, Any]
@@ -71,6 +72,8 @@ class JaxProgram:
     """A graph on a JAX device."""
 
     def __init__(self, graph: OpGraph, options: ComputeOptions, device: Any) -> None:
+        if options.precision not in ("float32", "bfloat16"):
+            raise UserError(f"precision {options.precision!r} is for torch; jax has float32 and bfloat16")
         self._device = device
         self._calls = [_Call(op, options.precision) for op in graph.ops]
         self._rngs = [op.rng for op in graph.ops if op.rng is not None]
@@ -113,6 +116,10 @@ class JaxProgram:
             after, grads = self._reverse(reverse, full, np.float64(loss_weight), totals=before)
         totals.update(after)
         return dict(grads)
+
+    def peak_bytes(self) -> int:
+        statistics = self._device.memory_stats() or {}
+        return int(statistics.get("peak_bytes_in_use", 0)) or resident_peak_bytes()
 
     # traced
 
