@@ -6,10 +6,13 @@ PY     := $(BIN)/python
 # Extra arguments for pip, e.g. PIP_ARGS="--extra-index-url URL" to choose a CUDA build of torch (see README).
 PIP_ARGS ?=
 TORCH  ?= torch==2.13.0
+# What `test-mixed` runs as one of its nodes: torch 2.4 has wheels for Python up to 3.12.
+OLD_TORCH  ?= 2.4.1
+OLD_PYTHON ?= $(PYTHON)
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint types arch bench bench-wan clean
+.PHONY: help setup quickstart test test-mixed lint types arch bench bench-wan clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | column -t -s "$$(printf '\t')" 2>/dev/null || grep -E '##' $(MAKEFILE_LIST)
@@ -30,6 +33,10 @@ quickstart: setup ## train a small GPT-2 across four node processes in two fence
 test: setup ## all tests, with an end-to-end run of the quickstart at a few steps
 	$(PY) -m pytest
 
+test-mixed: setup ## one run over an old torch, JAX and the pinned torch (2 GB in .venv-old)
+	PIP_ARGS="$(PIP_ARGS)" tools/old_torch.sh .venv-old $(OLD_PYTHON) $(OLD_TORCH)
+	$(PY) -m benchmarks mixed --nodes torch:.venv-old/python jax torch --json
+
 lint: setup ## ruff: style, imports, formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,4 +55,4 @@ bench-wan: setup ## ours beside torch's pipeline on an emulated wide-area networ
 	$(PY) -m benchmarks wan --scenario $(or $(SCENARIO),two-labs) --methods all --rounds 3 --json
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	rm -rf $(VENV) .venv-old .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info

@@ -1,7 +1,7 @@
 """One run over nodes of different frameworks, torch -> JAX -> torch, against a single torch process.
 
-Real node processes that join a broker; the JAX node has no torch at all. The reference is the eager model with torch's
-AdamW on the same microbatches. Every loss of every step is compared.
+Real node processes that joined a broker; the JAX node has no torch at all. The reference is the eager model with
+torch's AdamW on the same microbatches. Every loss of every step is compared.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks.plain import plain_steps
 
@@ -47,10 +49,14 @@ def site_without_torch(folder: Path) -> Path:
 
 
 class MixedCluster:
-    """A broker in this process and a node process per backend, in that order of stages; used in ``with``."""
+    """A broker in this process and node processes, in the order of their stages; used in ``with``.
 
-    def __init__(self, backends: Sequence[str], folder: Path) -> None:
-        self._backends, self._folder = backends, folder
+    Args:
+        nodes: ``BACKEND`` or ``BACKEND:PYTHON``, the interpreter of an environment of its own.
+    """
+
+    def __init__(self, nodes: Sequence[str], folder: Path) -> None:
+        self._wanted, self._folder = nodes, folder
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> str:
@@ -62,24 +68,35 @@ class MixedCluster:
         ticket = str(self._loop.submit(self._broker.start()).result(30))
         (self._folder / "site").mkdir(parents=True)
         bare = site_without_torch(self._folder / "site")
-        for index, backend in enumerate(self._backends):
-            self._nodes.append(self._start(index, backend, ticket, bare))
+        for index, wanted in enumerate(self._wanted):
+            backend, _, python = wanted.partition(":")
+            self._nodes.append(self._start(index, backend, python, ticket, bare))
         return ticket
 
-    def _start(self, index: int, backend: str, ticket: str, bare: Path) -> subprocess.Popen[bytes]:
+    def _start(self, index: int, backend: str, python: str, ticket: str, bare: Path) -> subprocess.Popen[bytes]:
         import fusionllm
+        from fusionllm.node.options import NodeConfig, Nursling
+        from fusionllm.protocol.messages import parse_ticket
 
         source = str(Path(fusionllm.__file__).parents[1])
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         flags = []
-        if backend != "torch":  # no site of its own: only what the links lead to
+        if python:
+            environment["PYTHONPATH"] = source
+        elif backend != "torch":  # no site of its own: only what the links lead to
             flags, environment["PYTHONPATH"] = ["-S"], f"{source}{os.pathsep}{bare}"
-        command = [
-            sys.executable, *flags, "-m", "fusionllm.cli.main", "join", ticket, "--parent-pipe", "--name",
-            f"node{index}", "--host", "127.0.0.1", "--backend", backend, "--device", "cpu",
-        ]  # fmt: skip
-        with (self._folder / f"node{index}.log").open("wb") as log:
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
+        config = NodeConfig(
+            ticket=parse_ticket(ticket), name=f"node{index}", host="127.0.0.1", backend=backend, device="cpu"
+        )
+        # as local nodes start: it ends when this pipe does
+        node = subprocess.Popen(
+            [python or sys.executable, *flags, "-m", "fusionllm.node.nursery"], env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert node.stdin is not None
+        node.stdin.write(msgspec.json.encode([Nursling(config, str(self._folder / f"node{index}.log"))]) + b"\n")
+        node.stdin.flush()
+        return node
 
     def __exit__(self, *_: object) -> None:
         for node in self._nodes:
@@ -89,9 +106,6 @@ class MixedCluster:
             node.wait(20)
         self._loop.submit(self._broker.close()).result(10)
         self._loop.close()
-
-    def logs(self) -> str:
-        return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(self._folder.glob("*.log")))
 
 
 def mixed_config(root: Path, ticket: str, model: str, *, nodes: int, steps: int, **tables: Any) -> Any:
@@ -118,19 +132,20 @@ def run(argv: list[str]) -> dict[str, Any]:
     import torch
 
     import fusionllm
-    from fusionllm.compute import framework_versions
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks mixed", description=__doc__)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--backends", nargs="+", default=["torch", "jax", "torch"])
+    parser.add_argument(
+        "--nodes", nargs="+", default=["torch", "jax", "torch"], metavar="BACKEND[:PYTHON]", help="in order of stages"
+    )
     parser.add_argument("--model", action="append", choices=list(MODELS))
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []
     for model in args.model or MODELS:
-        with tempfile.TemporaryDirectory() as name, MixedCluster(args.backends, Path(name) / "nodes") as ticket:
+        with tempfile.TemporaryDirectory() as name, MixedCluster(args.nodes, Path(name) / "nodes") as ticket:
             root = Path(name)
-            config = mixed_config(root, ticket, model, nodes=len(args.backends), steps=args.steps)
+            config = mixed_config(root, ticket, model, nodes=len(args.nodes), steps=args.steps)
             losses = fusionllm.train(config=config).losses
             expected = [loss for loss, _ in plain_steps(config, root)]
         rel = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
@@ -139,15 +154,21 @@ def run(argv: list[str]) -> dict[str, Any]:
     return {
         "max_rel_loss_diff": max(row["rel"] for row in rows),
         "steps": args.steps,
-        "backends": args.backends,
-        "versions": framework_versions(),
+        "nodes": [_release(node) for node in args.nodes],
         "models": rows,
     }
 
 
+def _release(node: str) -> str:
+    """A node's framework and its release, by asking its interpreter."""
+    backend, _, python = node.partition(":")
+    code = f"import importlib.metadata as m; print(m.version({backend!r}))"
+    done = subprocess.run([python or sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return f"{backend} {done.stdout.strip()}"
+
+
 def table(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
-        f"{len(result['models'])} models of {result['steps']} steps, {' -> '.join(result['backends'])} ({versions}): "
+        f"{len(result['models'])} models of {result['steps']} steps over {' -> '.join(result['nodes'])}: "
         f"largest relative loss difference {result['max_rel_loss_diff']:.2g}"
     )
