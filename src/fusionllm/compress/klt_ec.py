@@ -3,8 +3,8 @@
 As ``klt``, each row is divided by its rms and turned into the eigenbasis of a running covariance. Here one step
 quantises all directions, and what is rare is made cheap by the code (``flags.py``) instead of a number of bits for
 each direction. Coefficients of trained models are far from normal, mostly small and now and then large, so that this
-takes a fourth to an eighth of the error of ``klt`` at the same rate. The step is found anew for each message, so that
-it takes its rate and no more.
+takes a fourth to an eighth of the error of ``klt`` at the same rate. The step is found anew for each message by the
+entropy it leaves, times what the last message took over its entropy, so that the rate is met on average.
 
 Wire: head (version of the basis, whether one follows, directions in use, step, two offsets of the reconstruction,
 largest rms), [the basis, int8 columns with a scale each], rms per row in eighths of an octave, what is taken off the
@@ -72,6 +72,7 @@ def _init(spec: CodecSpec, shape: tuple[int, ...], dtype: str) -> dict[str, Tens
         "columns": torch.zeros(width, width, dtype=torch.int8),
         "scales": torch.zeros(width, dtype=torch.bfloat16),
         "step": torch.ones(()),
+        "overhead": torch.tensor(1.05),
     }
 
 
@@ -197,7 +198,8 @@ def _encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload
     top, row_codes, scales = _row_scales(rows, state)
     unit = torch.where(scales > 0, rows.t() / scales, torch.zeros(())).t()
     row_scales = _write_row_scales(row_codes)
-    budget_bits = klt_ec_budget_bits(state.spec.value, state.shape, len(row_scales))
+    wanted_bits = klt_ec_budget_bits(state.spec.value, state.shape, len(row_scales))
+    budget_bits = wanted_bits / float(state.tensors["overhead"])
     tensors, refresh = _advanced(state, unit, budget_bits)
     basis = _basis(tensors)
     count = basis.shape[0]
@@ -209,10 +211,13 @@ def _encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload
         budget_bits *= 0.8
         step, nonzeros, sums = find_step(coefficients, budget_bits, step)
         body = _body(coefficients, step, nonzeros, sums)
+    entropy_bits = _entropy_bits(nonzeros, sums, unit.shape[0])
+    overhead = min(2.0, max(0.5, 8 * len(body) / entropy_bits)) if entropy_bits else float(tensors["overhead"])
+    tensors |= {"step": torch.tensor(step), "overhead": torch.tensor(overhead)}
     offsets = _offsets(coefficients, step)
     head = _HEAD.pack(int(tensors["version"]) & 0xFFFFFFFF, refresh, count, step, *offsets, top)
     sent = [to_bytes_view(tensors["scales"][:count]), to_bytes_view(tensors["columns"][:count])] if refresh else []
-    return [memoryview(head), *sent, memoryview(row_scales + body)], {**tensors, "step": torch.tensor(step)}
+    return [memoryview(head), *sent, memoryview(row_scales + body)], tensors
 
 
 def _advanced(state: CodecState, unit: Tensor, budget_bits: float) -> tuple[dict[str, Tensor], bool]:

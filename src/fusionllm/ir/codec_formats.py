@@ -233,9 +233,8 @@ _KLT_EC_STREAMS_NUM_BYTES = (12 + 7 + 2 + 2) * 16
 
 
 def klt_ec_budget_bits(value: Values, shape: Shape, scales_num_bytes: int) -> float:
-    """Bits for the coefficients of a message: its rate without head and scales, and some for the coder's part."""
-    bits = float(value("rate")) * math.prod(shape) - 8 * (KLT_EC_HEAD_NUM_BYTES + scales_num_bytes)
-    return max(0.0, 0.955 * bits)
+    """Bits for the coefficients of a message: its rate without head and scales."""
+    return max(0.0, float(value("rate")) * math.prod(shape) - 8 * (KLT_EC_HEAD_NUM_BYTES + scales_num_bytes))
 
 
 def klt_ec_message_num_bytes(value: Values, shape: Shape) -> int:
