@@ -58,6 +58,8 @@ _LEAST_SHARE = 0.004
 _STEPS_PER_OCTAVE = 8.0
 _ZERO_ROW = 255
 _MAX_ATTEMPTS = 40
+#: Rows that tell the step of a message.
+_SAMPLE_ROWS = 512
 #: Codes and the shifts taken off them together stay within what the coder takes.
 _MAX_CODE = MAX_MAGNITUDE // 2
 
@@ -133,21 +135,20 @@ def _next_step(step: float, excess: float, too_fine: float, enough: float) -> fl
     return step * (2.0 if too_fine else 0.5)
 
 
-def find_step(coefficients: Tensor, budget_bits: float, start: float) -> tuple[float, Tensor, Tensor]:
-    """The step that spends the budget on coefficients [rows, directions], to 2 %.
+def _counts(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    """Per direction, how many codes off its shift a step leaves and the sum of their magnitudes, float64."""
+    magnitudes = (_quantised(coefficients, step) - _shifts(coefficients.mean(0), step)).abs_()
+    return (magnitudes > 0).sum(0).double(), magnitudes.sum(0, dtype=torch.float64)
 
-    Returns:
-        The step, and per direction how many codes off its shift it leaves and the sum of their magnitudes, float64.
-    """
-    largest = float(coefficients.abs().max()) if coefficients.numel() else 0.0
-    means = coefficients.mean(0)
-    least = max(largest / (_MAX_CODE - 1), 1e-30)
+
+def find_step(coefficients: Tensor, budget_bits: float, start: float) -> float:
+    """The step that spends the budget on coefficients [rows, directions], to 2 % of a sample of the rows."""
+    stride = max(1, coefficients.shape[0] // _SAMPLE_ROWS)
+    sample, budget_bits = coefficients[::stride], budget_bits / stride
+    least = max(float(coefficients.abs().max()) / (_MAX_CODE - 1), 1e-30) if coefficients.numel() else 1.0
     step, too_fine, enough = max(start, least), 0.0, math.inf
     for _ in range(_MAX_ATTEMPTS):
-        magnitudes = (_quantised(coefficients, step) - _shifts(means, step)).abs_()
-        nonzeros = (magnitudes > 0).sum(0).double()
-        sums = magnitudes.sum(0, dtype=torch.float64)
-        bits = _entropy_bits(nonzeros, sums, coefficients.shape[0])
+        bits = _entropy_bits(*_counts(sample, step), sample.shape[0])
         if bits <= budget_bits and (bits >= 0.98 * budget_bits or step == least or enough <= 1.005 * too_fine):
             break
         if bits > budget_bits:
@@ -155,14 +156,14 @@ def find_step(coefficients: Tensor, budget_bits: float, start: float) -> tuple[f
         else:
             enough = step
         step = max(least, _next_step(step, bits / max(0.99 * budget_bits, 1.0), too_fine, enough))
-    return step, nonzeros, sums
+    return step
 
 
 def _refreshed(tensors: dict[str, Tensor], unit: Tensor, budget_bits: float) -> dict[str, Tensor]:
     """A new basis from the covariance, found on the CPU so that every device finds the same."""
     vectors = torch.linalg.eigh(tensors["covariance"].double().cpu()).eigenvectors.flip(1).float()
-    step, _, _ = find_step(unit @ vectors.to(unit.device), budget_bits, float(tensors["step"]))
-    used = (_quantised(unit @ vectors.to(unit.device), step) != 0).sum(0).cpu()
+    coefficients = unit @ vectors.to(unit.device)
+    used = (_quantised(coefficients, find_step(coefficients, budget_bits, float(tensors["step"]))) != 0).sum(0).cpu()
     wanted = (used >= _LEAST_SHARE * unit.shape[0]).nonzero().view(-1)
     count = int(wanted[-1]) + 1 if wanted.numel() else 1
     scales, codes = quantise(vectors.t()[:count].contiguous(), 8)
@@ -205,13 +206,11 @@ def _encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload
     count = basis.shape[0]
     coefficients = unit @ basis.t().to(x.device)
     limit = klt_ec_message_num_bytes(state.spec.value, state.shape) - _HEAD.size - len(row_scales)
-    step, nonzeros, sums = find_step(coefficients, budget_bits, float(tensors["step"]))
-    body = _body(coefficients, step, nonzeros, sums)
+    step = find_step(coefficients, budget_bits, float(tensors["step"]))
+    body, entropy_bits = _body(coefficients, step)
     while len(body) > limit:
-        budget_bits *= 0.8
-        step, nonzeros, sums = find_step(coefficients, budget_bits, step)
-        body = _body(coefficients, step, nonzeros, sums)
-    entropy_bits = _entropy_bits(nonzeros, sums, unit.shape[0])
+        step *= 1.25
+        body, entropy_bits = _body(coefficients, step)
     overhead = min(2.0, max(0.5, 8 * len(body) / entropy_bits)) if entropy_bits else float(tensors["overhead"])
     tensors |= {"step": torch.tensor(step), "overhead": torch.tensor(overhead)}
     offsets = _offsets(coefficients, step)
@@ -262,15 +261,17 @@ def _read_row_scales(reader: Reader, num_rows: int) -> Tensor:
     return torch.from_numpy(codes.astype(np.uint8))
 
 
-def _body(coefficients: Tensor, step: float, nonzeros: Tensor, sums: Tensor) -> bytes:
-    """Directions' shifts and classes, and the integers."""
+def _body(coefficients: Tensor, step: float) -> tuple[bytes, float]:
+    """Directions' shifts and classes, and the integers; their entropy in bits, by direction."""
+    nonzeros, sums = _counts(coefficients, step)
     shifts = _shifts(coefficients.mean(0), step)
     codes = (_quantised(coefficients, step) - shifts).to(torch.int64).cpu().numpy()
     used = np.flatnonzero((nonzeros.cpu() > 0) | (shifts.cpu() != 0))
     count = int(used[-1]) + 1 if used.size else 0
     classes = classes_of(nonzeros.cpu().numpy()[:count], sums.cpu().numpy()[:count], codes.shape[0])
     head = _COUNT.pack(count) + _write_column(shifts.cpu().numpy()[:count].astype(np.int64))
-    return b"".join((head, classes.tobytes(), write_integers(codes[:, :count], classes)))
+    body = b"".join((head, classes.tobytes(), write_integers(codes[:, :count], classes)))
+    return body, _entropy_bits(nonzeros, sums, codes.shape[0])
 
 
 def _read_basis(data: Reader, width: int, count: int) -> dict[str, Tensor]:
