@@ -127,6 +127,19 @@ def test_a_slow_far_node_is_left_out():
     assert sorted(best.placement.nodes) == [0, 2]
 
 
+@settings(max_examples=20, deadline=None)
+@given(instances(8, 12))
+def test_no_node_by_itself_is_faster_than_the_plan(instance):
+    workload, cluster = instance
+    alone = []
+    for node in range(len(cluster.nodes)):
+        with contextlib.suppress(PlanError):
+            placement = Placement(nodes=(node,), boundaries=())
+            alone.append(replay_placement(workload, cluster, placement).step_s)
+    with contextlib.suppress(PlanError):
+        assert plan_placement(workload, cluster)[0].step_s <= min(alone, default=float("inf")) * (1 + 1e-9)
+
+
 def test_fences_are_crossed_once():
     fence = [0, 1, 0, 1, 0, 1]
     cluster = make_cluster([1, 2, 3, 1, 2, 3], lambda a, b: 100 if fence[a] == fence[b] else 1)

@@ -134,7 +134,9 @@ def print_study(console: Console, found: Study) -> None:
 def _other(value: Any, step_s: float) -> str:
     if isinstance(value, str):
         return f"no plan: {value}"
-    return f"{format_seconds(value)}, ours is {value / step_s:.2f} x faster"
+    ratio = value / step_s
+    words = f"{ratio:.2f} x faster" if ratio >= 1 else f"{1 / ratio:.2f} x slower"
+    return f"{format_seconds(value)}, ours is {words}"
 
 
 def format_seconds(value: float) -> str:

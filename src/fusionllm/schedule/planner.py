@@ -97,7 +97,7 @@ def place_dp(workload: Workload, cluster: Cluster, others: Sequence[Placement] =
     estimates: dict[Point, float] = {}
     for estimate, point in _proposals(tables, cluster):
         estimates[point] = min(estimate, estimates.get(point, estimate))
-    points = [tables.point(placement) for placement in others]
+    points = [tables.point(placement) for placement in (*others, *_alone(tables))]
     points += sorted(estimates, key=lambda point: estimates[point])[: 1000 if small else 64]
     if tables.pipeline == AHEAD:
         points += [deeper for point in points for deeper in search.deepened(point, (0.5,))]
@@ -115,6 +115,17 @@ def place_dp(workload: Workload, cluster: Cluster, others: Sequence[Placement] =
     }
     best = [*sorted(polished, key=lambda point: polished[point]), *best]
     return [point.placement(workload.pipeline) for point in dict.fromkeys(best)]
+
+
+def _alone(tables: Tables) -> Iterator[Placement]:
+    """The whole model on one node, for the roomiest of each kind: often the answer where links are slow."""
+    roomiest: dict[int, int] = {}
+    for node, kind in enumerate(tables.kind):
+        best = roomiest.setdefault(int(kind), node)
+        if tables.memory[node] > tables.memory[best]:
+            roomiest[int(kind)] = node
+    for node in roomiest.values():
+        yield Placement(nodes=(node,), boundaries=())
 
 
 def _diverse(order: Sequence[int], points: Sequence[Point], count: int) -> list[int]:
