@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from fusionllm.testbed.network import Network
 FOLDER = "/run/netns"  # where ip(8) keeps them
 BEDS = Path("/run/fusionllm-testbed")
 _IP_S = 20.0
+_MAKING_S = 60.0
 _ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
@@ -161,9 +163,13 @@ def remove_stale() -> list[str]:
     for folder in sorted(BEDS.glob("*/")):
         try:
             state = read_state(folder)
-        except UserError:  # being made, or being removed, right now
-            continue
-        if not state.maker.alive and not (state.emulator and state.emulator.alive):
+            if state.maker.alive or (state.emulator and state.emulator.alive):
+                continue
             remove(folder)
-            gone.append(folder.name)
+        except UserError:  # being made, or being removed by another, right now; an old one was left so by a crash
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > _MAKING_S:
+                    shutil.rmtree(folder)
+            continue
+        gone.append(folder.name)
     return gone
