@@ -23,6 +23,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder with weights")
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--text", type=Path, default=TEXT, help="the text to train on; its last part is held out")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
     args = parser.parse_args(argv)
     import fusionllm
@@ -63,7 +64,7 @@ def _config(args: argparse.Namespace, root: str) -> Any:
         {
             "run": {"root": root, "base_dir": str(Path.cwd())},
             "model": {"source": str(args.model.resolve()), "init": "pretrained"},
-            "data": {"source": str(TEXT), "tokenizer": str(args.model.resolve() / "tokenizer.json"), "seq_len": 128},
+            "data": {"source": str(args.text.resolve()), "tokenizer": str(args.model.resolve() / "tokenizer.json"), "seq_len": 128},
             "train": {
                 "steps": args.steps, "global_batch": 4, "microbatch_size": 1, "precision": args.precision,
                 "eval_batches": 24,

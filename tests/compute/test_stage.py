@@ -291,3 +291,27 @@ def test_learning_rates(schedule):
     assert rates[4] == 1.0
     assert all(a >= b for a, b in zip(rates[4:], rates[5:]))
     assert learning_rate(config, 20, 20) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+def test_a_step_that_overflows_float16_is_left_out_and_the_scale_shrinks():
+    model, batches = made("plain")
+    chain = Chain(model, batches, 2, OptimConfig(name="sgd", lr=1e-2), 8, precision="float16")
+    before = {n: t.clone() for n, t in chain.weights().items()}
+    for stage in chain.stages:
+        stage.update(0, float("inf"))
+    assert all(torch.equal(before[n], t) for n, t in chain.weights().items())
+    assert {stage._scale for stage in chain.stages} == {2.0**15}
+    chain.step(1, batches)
+    assert any(not torch.equal(before[n], t) for n, t in chain.weights().items())
+
+
+def test_the_scale_of_the_loss_does_not_change_the_update():
+    model, batches = made("plain")
+    optim = OptimConfig(name="sgd", lr=1e-2, clip_norm=0.05)
+    plainly, scaled = (Chain(model, batches, 2, optim, 8, precision="float16") for _ in range(2))
+    for stage in plainly.stages:
+        stage._scale = 1.0
+    plainly.step(0, batches)
+    scaled.step(0, batches)
+    for name, tensor in plainly.weights().items():
+        assert torch.allclose(tensor, scaled.weights()[name], atol=1e-5), name

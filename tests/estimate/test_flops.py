@@ -48,6 +48,17 @@ class Builder:
         return self.op("layer_norm.default", ("B", T, D), input=x, normalized_shape=[D], weight=weight, bias=bias)
 
 
+def test_recurrent_layers_count_their_matrices():
+    g = Builder()
+    names = ("w_ih", "w_hh", "b_ih", "b_hh")
+    params = [g.param(n, *shape) for n, shape in zip(names, ((4 * 8, 6), (4 * 8, 8), (4 * 8,), (4 * 8,)))]
+    args = {"hx": [{"r": "h"}, {"r": "c"}], "params": [{"r": p} for p in params]}
+    g.op("lstm.input", ("B", 5, 8), input="x", **args)
+    specs = {"x": spec("B", 5, 6)} | {p.id: p.spec for p in g.params.values()} | {"h": spec(1, "B", 8)}
+    specs |= {"c": spec(1, "B", 8)}
+    assert op_flops(g.ops[0], specs, {"B": 3}) == 2 * 3 * 5 * (4 * 8 * 6 + 4 * 8 * 8)
+
+
 def gpt2() -> OpGraph:
     """GPT-2 with tied head: LAYERS blocks of width D."""
     g = Builder()

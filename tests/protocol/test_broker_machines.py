@@ -128,3 +128,14 @@ def test_a_ticket_reads_back_and_a_wrong_one_says_what_is_wrong():
     ):
         with pytest.raises(UserError, match="ticket"):
             parse_ticket(bad)
+
+
+def test_an_overflow_is_committed_as_a_step_to_leave_out():
+    machine = JobMachine(("a", "b"))
+    for index, node in enumerate(("a", "b")):
+        machine.handle_ready(node, index)
+    assert machine.handle_done("a", 0, 0, 0.0, overflow=True) == []
+    (commit,) = machine.handle_done("b", 1, 0, 4.0)
+    assert commit == CommitStep(0, float("inf"))
+    machine.handle_done("a", 0, 1, 9.0)
+    assert machine.handle_done("b", 1, 1, 16.0) == [CommitStep(1, 5.0)]

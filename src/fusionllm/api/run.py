@@ -19,6 +19,7 @@ import msgspec
 from fusionllm.api.config import RunConfig, dump_config
 from fusionllm.api.interrupt import Interrupt
 from fusionllm.api.local import LocalCluster
+from fusionllm.api.memory import estimated_bytes
 from fusionllm.api.owner import OwnerLink
 from fusionllm.api.trainer import State, Trainer
 from fusionllm.compute import ComputeOptions
@@ -103,6 +104,7 @@ class Run:
         self._history: list[Event] = []
         self._interrupt, self._told_stopping = Interrupt(), False
         self._predicted_step_s = 0.0
+        self._peak_bytes: dict[str, int] = {}
 
     def _progress(self, event: Any) -> None:
         """Tell whoever listens. One that cannot hear any more, a closed pipe or a full disk, ends the run in order."""
@@ -269,6 +271,7 @@ class Run:
                 self._evaluate(trainer, done, sinks)
             if saved is None or saved[0] != done:
                 saved = done, self._checkpoint(job, trainer, run_dir, done)
+        self._peak_bytes = dict(trainer.peak_bytes)
         return saved[1], stopped
 
     def _emit(self, event: Event, sinks: Fanout) -> None:
@@ -328,6 +331,12 @@ class Run:
             "nodes": [stage.node for stage in plan.stages],
             "pipeline": plan.pipeline,
         }
+        if self._peak_bytes:
+            expected = estimated_bytes(job.captured.graph, plan, self._config)
+            extra["memory"] = {
+                node: {"estimated_bytes": expected.get(node, 0), "peak_bytes": peak}
+                for node, peak in self._peak_bytes.items()
+            }
         if self._predicted_step_s:
             extra["predicted_step_s"] = self._predicted_step_s
         if output.sample_prompt and not stopped and not self._config.model.lazy:

@@ -16,7 +16,7 @@ import msgspec
 
 from fusionllm.errors import GraphError
 from fusionllm.ir.cuts import anchored_ops
-from fusionllm.ir.graph import UNUSED, Op, OpGraph
+from fusionllm.ir.graph import UNUSED, Op, OpGraph, arg_refs
 from fusionllm.ir.tensor import TensorSpec
 from fusionllm.units import format_count, format_num_bytes
 
@@ -69,6 +69,8 @@ def op_flops(op: Op, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int]
     name = base_name(op.name)
     if not op.name.startswith(("aten.", "ir.")) or name in MOVES:
         return 0.0
+    if name in _RECURRENT:
+        return _recurrent(op, specs, symbols)
     if name in _PRODUCTS:
         formula, operands = _PRODUCTS[name]
         shapes = [_shape(op, arg, specs, symbols) for arg in operands]
@@ -117,6 +119,16 @@ def _attention(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> float
 def _transposed_convolution(shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]) -> float:
     """Weight [in, out / groups, *kernel]: every element of the input meets out / groups * kernel weights."""
     return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
+
+
+_RECURRENT = ("lstm", "gru")
+
+
+def _recurrent(op: Op, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int]) -> float:
+    """Every row at every time meets every matrix of every layer and direction once; the gates count nothing."""
+    rows = math.prod(_shape(op, "input", specs, symbols)[:-1])
+    matrices = [specs[ref].concrete(symbols) for ref in arg_refs(op.args.get("params")) if ref in specs]
+    return 2.0 * rows * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
 
 
 #: Base name -> formula and the arguments whose shapes it takes.

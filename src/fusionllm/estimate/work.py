@@ -19,7 +19,7 @@ from fusionllm.ir.graph import UNUSED, Op, OpGraph
 from fusionllm.ir.tensor import FLOATS, TensorSpec
 
 _KINDS: dict[str, OpKind] = {
-    **dict.fromkeys(("linear", "bmm", "mm", "matmul", "addmm", "baddbmm"), "matmul"),
+    **dict.fromkeys(("linear", "bmm", "mm", "matmul", "addmm", "baddbmm", "lstm", "gru"), "matmul"),
     **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d", "conv_transpose2d"), "convolution"),
     "scaled_dot_product_attention": "attention",
 }

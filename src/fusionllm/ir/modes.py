@@ -45,7 +45,8 @@ def evaluation_graph(graph: OpGraph) -> OpGraph:
 
     Its dropout stays; the backend, which draws for it, is told that this is no training.
     """
-    ops = tuple(_evaluated(op) for op in graph.ops)
+    read = {*graph.outputs, *graph.send, *(ref for op in graph.ops for ref in op.refs())}
+    ops = tuple(_evaluated(op) if read.isdisjoint(op.outs[3:]) else op for op in graph.ops)
     return remove_dead(msgspec.structs.replace(graph, mode="eval", ops=ops, mutations={}))
 
 
