@@ -64,7 +64,10 @@ def _config(args: argparse.Namespace, root: str) -> Any:
         {
             "run": {"root": root, "base_dir": str(Path.cwd())},
             "model": {"source": str(args.model.resolve()), "init": "pretrained"},
-            "data": {"source": str(args.text.resolve()), "tokenizer": str(args.model.resolve() / "tokenizer.json"), "seq_len": 128},
+            "data": {
+                "source": str(args.text.resolve()), "tokenizer": str(args.model.resolve() / "tokenizer.json"),
+                "seq_len": 128,
+            },
             "train": {
                 "steps": args.steps, "global_batch": 4, "microbatch_size": 1, "precision": args.precision,
                 "eval_batches": 24,
