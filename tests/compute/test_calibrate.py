@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 
-from fusionllm.compute.calibrate import _sustained_s
+import pytest
+
+from fusionllm.compute import CALIBRATIONS, calibrate
+from fusionllm.compute.timing import sustained_s
 
 
 def test_a_device_that_works_a_part_of_the_time_shows_it():
@@ -17,4 +20,11 @@ def test_a_device_that_works_a_part_of_the_time_shows_it():
         if count % 4 == 0:
             time.sleep(0.02)
 
-    assert 0.004 < _sustained_s("cpu", call) < 0.01
+    assert 0.004 < sustained_s(call) < 0.01
+
+
+@pytest.mark.parametrize("backend", CALIBRATIONS)
+def test_every_kind_of_operator_is_measured(backend: str):
+    profile = calibrate(backend, "cpu")
+    assert {sample.kind for sample in profile.samples} == {"matmul", "attention", "convolution", "memory"}
+    assert profile.memory_bytes > 0 and all(0 < sample.seconds < 10 for sample in profile.samples)

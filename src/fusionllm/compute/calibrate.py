@@ -6,20 +6,16 @@ enough to be timed; the smallest calls show what a launch costs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import psutil
 import torch
 from torch.nn import functional as F
 
+from fusionllm.compute.timing import LONG_S, sustained_s
 from fusionllm.ir.cluster import NodeProfile, OpKind, Sample
 
-#: A size is the last of its kind when a call takes this long.
-_LONG_S = 0.01
-_REPEATS = 3
-#: Some slices of a shared processor.
-_ROW_S = 0.2
 _Case = tuple[OpKind, float, float, Callable[[], object]]
 
 
@@ -32,29 +28,15 @@ def calibrate(device: str) -> NodeProfile:
     with torch.no_grad():
         for cases in (_matmul(device), _attention(device), _convolution(device), _memory(device)):
             for kind, flops, moved_bytes, call in cases:
-                seconds = _sustained_s(device, call)
+                seconds = sustained_s(partial(_waited, device, call))
                 samples.append(Sample(kind=kind, flops=flops, moved_bytes=moved_bytes, seconds=seconds))
-                if seconds > _LONG_S:
+                if seconds > LONG_S:
                     break
     return NodeProfile(device=_name(device), memory_bytes=_free_bytes(device), samples=tuple(samples))
 
 
-def _sustained_s(device: str, call: Callable[[], object]) -> float:
-    """Seconds of a call in a row of them, long enough that a device which may work part of the time shows it.
-
-    A processor share is handed out in slices (5 of every 20 ms, 25 of every 100); a short call alone fits in one.
-    """
-    call()  # the first warms up and does not count
-    _wait(device)
-    started, count = time.perf_counter(), 0
-    while count < _REPEATS or time.perf_counter() < started + _ROW_S:
-        call()
-        _wait(device)
-        count += 1
-    return max((time.perf_counter() - started) / count, 1e-9)
-
-
-def _wait(device: str) -> None:
+def _waited(device: str, call: Callable[[], object]) -> None:
+    call()
     kind = device.partition(":")[0]
     if kind != "cpu":
         getattr(torch, kind).synchronize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +11,9 @@ import psutil
 
 from fusionllm.compute.jax.backend import find_device
 from fusionllm.compute.jax.operators import TABLE
+from fusionllm.compute.timing import LONG_S, sustained_s
 from fusionllm.ir.cluster import NodeProfile, OpKind, Sample
 
-#: A size is the last of its kind when a call takes this long.
-_LONG_S = 0.01
-_REPEATS = 5
 _Case = tuple[OpKind, float, float, Callable[..., Any], tuple[Any, ...]]
 
 
@@ -27,22 +24,14 @@ def calibrate(device: str) -> NodeProfile:
     with jax.default_device(own):
         for cases in (_matmul(), _attention(), _convolution(), _memory()):
             for kind, flops, moved_bytes, function, args in cases:
-                seconds = _median_s(jax.jit(function), args)
+                compiled = jax.jit(function)
+                seconds = sustained_s(lambda c=compiled, a=args: c(*a).block_until_ready())  # type: ignore[misc]
                 samples.append(Sample(kind=kind, flops=flops, moved_bytes=moved_bytes, seconds=seconds))
-                if seconds > _LONG_S:
+                if seconds > LONG_S:
                     break
     stats = own.memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else psutil.virtual_memory().available
     return NodeProfile(device=f"{own.device_kind} (jax)", memory_bytes=float(free), samples=tuple(samples))
-
-
-def _median_s(call: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    times = []
-    for _ in range(_REPEATS + 1):  # the first compiles and does not count
-        started = time.perf_counter()
-        call(*args).block_until_ready()
-        times.append(time.perf_counter() - started)
-    return max(sorted(times[1:])[_REPEATS // 2], 1e-9)
 
 
 def _matmul() -> Iterator[_Case]:
