@@ -1,7 +1,7 @@
 """Partitioners: where to cut the sequence of anchored operators into stages.
 
-Pure decision: takes cuts and costs as numbers, knows no graph execution, device or link (``schedule`` and ``estimate``
-are strangers, so costs come in as arguments). On the path: CostTable -> **boundaries** -> `ir.cuts.split_graph`.
+Pure decision: takes cuts and costs as numbers, knows no graph execution, device or link.
+On the path: CostTable -> **boundaries** -> `ir.cuts.split_graph`.
 
 All partitioners share one rule. Around each balanced target lies a window of 30 % of a stage to either side. The cuts
 of fewest bytes in each window are the candidates, and among these the largest stage is made as small as possible. When
