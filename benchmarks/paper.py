@@ -25,15 +25,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import msgspec
 
 from fusionllm.errors import PlanError
-from fusionllm.estimate.coding import assumed_speed
-from fusionllm.ir.codec import CodecSpec, CodecSpeed
 from fusionllm.ir.graph import OpGraph
 from fusionllm.schedule.coded import Coded, best_coded, ladder_factors, propose, scaled_cuts
 from fusionllm.schedule.pipeline import AHEAD
-from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Workload, find_fences
+from fusionllm.schedule.placement import BASELINES, Cluster, Workload, find_fences
 from fusionllm.schedule.planner import plan_placement
 from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.cluster import build_cluster, load_cluster
+from fusionllm.sim.codecs import known_speed
 from fusionllm.sim.variants import select_nodes
 
 CLUSTERS = ("paper-24", "paper-48", "paper-48-homes", "eight-cities")
@@ -81,10 +80,6 @@ def capture_models(names: list[str]) -> dict[str, Model]:
         return {name: makers[name]() for name in names}
 
 
-def coding(spec: CodecSpec, node: NodeModel) -> CodecSpeed | None:
-    return assumed_speed(spec, node.device)
-
-
 def workloads(model: Model) -> tuple[Workload, Workload]:
     """With float32 and with bfloat16 on the wire; computed and stashed in bfloat16 either way."""
     options = StepOptions(microbatch_size=model.microbatch_size, num_microbatches=model.num_microbatches)
@@ -118,7 +113,7 @@ def compare(full: Workload, half: Workload, cluster: Cluster) -> dict[str, Any]:
 
 
 def _best(pool: list[Any], rule: str, workload: Workload, cluster: Cluster) -> Coded:
-    return best_coded(pool, rule, workload, cluster, ratio=RATIO, coding=coding)
+    return best_coded(pool, rule, workload, cluster, ratio=RATIO, coding=known_speed)
 
 
 def _step_s(placements: list[Any], rule: str, workload: Workload, cluster: Cluster) -> float | None:

@@ -191,7 +191,7 @@ def test_flags_are_frozen():
         "export": {"run", "folder", "step", "as_json"},
         "plan": {
             "graph_or_run", "cluster", "microbatch_size", "num_microbatches", "pipeline", "precision", "optimizer",
-            "device_model", "what_if", "advice", "svg", "as_json",
+            "device_model", "what_if", "codecs", "ratio", "advice", "svg", "as_json",
         },
         "simulate": {
             "graph_or_run", "cluster", "steps", "seed", "jitter", "drift", "drift_time", "loss_every", "back", "detect",

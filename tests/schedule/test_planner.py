@@ -165,6 +165,20 @@ def test_memory_and_missing_links_bind():
         plan_placement(workload, make_cluster([], 0))
 
 
+@settings(deadline=None, max_examples=20)
+@given(instances(3, 6), st.sampled_from([0.125, 0.5, 4.0]))
+def test_scaling_all_times_scales_the_best_plan_exactly(instance, factor):
+    workload, cluster = instance
+    slower = msgspec.structs.replace(
+        cluster,
+        nodes=tuple(msgspec.structs.replace(n, flops_per_s=n.flops_per_s / factor) for n in cluster.nodes),
+        bandwidth_bytes_per_s=tuple(tuple(r / factor for r in row) for row in cluster.bandwidth_bytes_per_s),
+        latency_s=tuple(tuple(s * factor for s in row) for row in cluster.latency_s),
+    )
+    before, after = (place_exhaustive(workload, c).step_s for c in (cluster, slower))
+    assert after == pytest.approx(before * factor, rel=1e-12)
+
+
 def test_a_large_cluster_is_planned():
     cluster = make_cluster([1 + i % 5 for i in range(24)], lambda a, b: 100 if a // 6 == b // 6 else 5)
     ranked = plan_placement(make_workload([1.0] * 200, [1] * 199, 32), cluster)

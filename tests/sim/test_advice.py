@@ -109,6 +109,10 @@ def test_the_picture_is_svg_and_names_the_nodes(tmp_path):
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     assert "would help" not in shown.output
     assert "lab (4)" in svg.read_text()
+    coded = CliRunner().invoke(app, [*words, "--codecs", "deadline"])
+    assert coded.exit_code == 0 and "with codecs by the rule deadline" in coded.output
+    wrong = CliRunner().invoke(app, [*words, "--codecs", "topk"])
+    assert wrong.exit_code == 2 and "known: adatopk-paper" in wrong.output
     bad = CliRunner().invoke(app, [*words, "--svg", str(tmp_path / "no" / "plan.svg")])
     assert bad.exit_code == 2 and "cannot write" in bad.output
     helped = CliRunner().invoke(app, [*words[:-1], "--pipeline", "zb-h1"])

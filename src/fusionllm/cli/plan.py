@@ -45,6 +45,10 @@ def plan(
         list[str] | None,
         typer.Option("--what-if", help="A change: 'link a-b=1Gbps', 'add 2x RTX 4090 in fence home', 'without home'."),
     ] = None,
+    codecs: Annotated[
+        str, typer.Option(metavar="RULE", help="Plan with codecs too: deadline, uniform-topk or adatopk-paper.")
+    ] = "",
+    ratio: Annotated[float, typer.Option(help="Of the rules for Top-K.")] = 100.0,
     advice: Annotated[bool, typer.Option(help="Plan again under single changes and say which help most.")] = True,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the step and the cluster.", show_default=False)
@@ -65,16 +69,18 @@ def plan(
         from fusionllm.cli.show_plan import Output, read_graph, show_plan
         from fusionllm.schedule.workload import StepOptions
         from fusionllm.sim.cluster import load_cluster
+        from fusionllm.sim.codecs import check_rule
         from fusionllm.sim.what_if import change
 
         check_words((("--precision", precision, PRECISIONS), ("--device-model", device_model, DEVICE_MODELS)))
         check_pipeline(pipeline)
+        check_rule(codecs, ratio)
         spec = load_cluster(cluster)
         specs = {"": spec, **{text: change(spec, text) for text in what_if or ()}}
         options = StepOptions(
             microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,
             precision=precision, optimizer=optimizer,
         )  # fmt: skip
-        show_plan(read_graph(graph_or_run), specs, options, device_model, Output(as_json, svg, advice))
+        show_plan(read_graph(graph_or_run), specs, options, device_model, Output(as_json, svg, advice, codecs, ratio))
 
     _guard(work)

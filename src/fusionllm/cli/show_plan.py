@@ -21,6 +21,7 @@ from fusionllm.schedule.placement import Workload
 from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.advice import advise
 from fusionllm.sim.cluster import ClusterSpec, build_cluster
+from fusionllm.sim.codecs import CodedReport, plan_codecs
 from fusionllm.sim.study import Study, best_plan, study
 from fusionllm.units import format_bandwidth, format_duration, format_num_bytes
 
@@ -47,11 +48,13 @@ def read_graph(path: Path) -> OpGraph:
 
 
 class Output(NamedTuple):
-    """What to print and draw: JSON in place of text, a picture, and whether to look for helpful changes."""
+    """What to print and draw: JSON, a picture, whether to look for helpful changes, codecs by a rule."""
 
     as_json: bool = False
     svg: Path | None = None
     advice: bool = True
+    codecs: str = ""
+    ratio: float = 100.0
 
 
 def show_plan(
@@ -80,6 +83,9 @@ def show_plan(
             workload, clusters[""], best.placement, found.step_s, memory, options.microbatch_size, rebuild
         )  # fmt: skip
         studies[""] = msgspec.structs.replace(found, advice=advice)
+    if output.codecs:
+        coded = plan_codecs(workload, clusters[""], output.codecs, output.ratio)
+        studies[""] = msgspec.structs.replace(studies[""], coded=coded)
     if output.svg is not None:
         from fusionllm.cli.draw_plan import draw_plan
 
@@ -125,10 +131,19 @@ def print_study(console: Console, found: Study) -> None:
         console.print(f"  {name}: {_other(value, found.step_s)}")
     for left in found.left_out:
         console.print(f"left out: {left.count} x {left.device or 'node'} in {left.fence or 'no fence'}: {left.reason}")
+    if found.coded is not None:
+        _print_codecs(console, found.coded, found.step_s)
     for one in found.advice:
         console.print(
             f"would help: {one.change}: {one.speedup:.2f} x the rows per second, {format_seconds(one.step_s)} a step"
         )
+
+
+def _print_codecs(console: Console, coded: CodedReport, step_s: float) -> None:
+    gain = f"{format_seconds(coded.step_s)} a step, {step_s / coded.step_s:.2f} x as fast"
+    console.print(f"with codecs by the rule {coded.rule}: {gain}")
+    for a, b, (out, back) in zip(coded.nodes, coded.nodes[1:], coded.codecs):
+        console.print(f"  {a} to {b}: {out} forward, {back} backward")
 
 
 def _other(value: Any, step_s: float) -> str:

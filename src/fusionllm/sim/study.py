@@ -30,6 +30,7 @@ from fusionllm.schedule.search import Search
 from fusionllm.schedule.tables import Tables
 from fusionllm.schedule.timeline import StageModel, Timeline
 from fusionllm.sim.advice import Advice
+from fusionllm.sim.codecs import CodedReport
 from fusionllm.sim.misfit import explain_misfit
 from fusionllm.sim.variants import select_nodes
 
@@ -84,6 +85,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     others: dict[str, float | str]
     left_out: tuple[LeftOut, ...]
     advice: tuple[Advice, ...] = ()
+    coded: CodedReport | None = None
 
 
 class Best(NamedTuple):
