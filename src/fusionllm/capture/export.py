@@ -71,7 +71,7 @@ def loss_of(out: Any) -> torch.Tensor:
 
 def capture_module(
     module: torch.nn.Module, example_inputs: Mapping[str, torch.Tensor], *, mode: Literal["train", "eval"] = "train",
-    allow_ops: Sequence[str] = (),
+    allow_ops: Sequence[str] = (), open_length: bool = False,
 ) -> Captured:  # fmt: skip
     """Capture a module with its loss as an OpGraph.
 
@@ -81,6 +81,7 @@ def capture_module(
         mode: train or eval; the module is put into it.
         allow_ops: operators of `torch.library` that the graph may name beyond the list, e.g. ``mylib.scan.default``;
             every node of the job must allow them too.
+        open_length: leave the second size of every input open too, one for all: one graph for sequences of any length.
 
     Raises:
         UserError: allow_ops names something else.
@@ -90,7 +91,7 @@ def capture_module(
     module.train(mode == "train")
     if is_empty(module):
         with all_on_meta(module) as buffers:
-            graph, tensors = _capture(module, on_meta(example_inputs), names, mode, allowed)
+            graph, tensors = _capture(module, on_meta(example_inputs), names, mode, allowed, open_length)
         tensors |= {name: buffers[name].detach() for name in tensors.keys() & buffers.keys()}
         if lost := [n for n in graph.buffers if tensors[n].is_meta]:
             raise CaptureError(
@@ -98,7 +99,7 @@ def capture_module(
                 "without values; register it as a buffer"
             )
     else:
-        graph, tensors = _capture(module, example_inputs, names, mode, allowed)
+        graph, tensors = _capture(module, example_inputs, names, mode, allowed, open_length)
     try:
         verify_graph(graph, allowed)
     except GraphError as error:
@@ -108,12 +109,13 @@ def capture_module(
 
 def _capture(
     module: torch.nn.Module, example_inputs: Mapping[str, torch.Tensor], names: tuple[str, ...],
-    mode: Literal["train", "eval"], allowed: frozenset[str],
+    mode: Literal["train", "eval"], allowed: frozenset[str], open_length: bool,
 ) -> tuple[OpGraph, dict[str, torch.Tensor]]:  # fmt: skip
     wrapper = _LossOnly(module, names)
     inputs = tuple(example_inputs[name].clone() for name in names)  # one tensor under two names would become one input
     rows = torch.export.Dim("rows")  # one for all inputs: their first dimensions are equal
-    dynamic: Any = {"inputs": tuple({0: rows} for _ in inputs)}
+    length = {1: torch.export.Dim("length", min=2)} if open_length else {}
+    dynamic: Any = {"inputs": tuple({0: rows, **(length if x.dim() > 1 else {})} for x in inputs)}
     try:
         with warnings.catch_warnings(), torch.enable_grad(), refuse_own_backward(), portable(module):
             warnings.simplefilter("ignore")
