@@ -35,7 +35,29 @@ MODELS = {
         },
     ),
 }  # fmt: skip
+#: Those that are made here.
+MADE = ("qwen3", "lora-gpt2")
 TORCH_PACKAGES = ("torch", "functorch", "safetensors", "transformers", "peft", "accelerate", "nvidia", "triton")
+
+
+def qwen3() -> Any:
+    """Grouped heads of their own width, normalised queries and keys."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=32,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def lora_gpt2() -> Any:
+    """Adapters on frozen weights: the first and the last stage train little, no stage trains its own matrices."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(**GPT2, vocab_size=256))
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
 def site_without_torch(folder: Path) -> Path:
@@ -112,12 +134,13 @@ def mixed_config(root: Path, ticket: str, model: str, *, nodes: int, steps: int,
     """The run's configuration."""
     from fusionllm.api.config import build_config
 
-    source, shape = MODELS[model]
+    made = {"source": f"python:benchmarks.mixed:{model.replace('-', '_')}"}
+    source, shape = MODELS.get(model, ("", {}))
     text = Path(__file__).parents[1] / "examples" / "data" / "shakespeare.txt"
     return build_config(
         {
             "run": {"root": str(root), "seed": 3, "base_dir": str(root)},
-            "model": {"source": source, "config": {**shape, "vocab_size": 256}},
+            "model": made if model in MADE else {"source": source, "config": {**shape, "vocab_size": 256}},
             "data": {"source": str(text), "tokenizer": "bytes", "seq_len": 32},
             "train": {"steps": steps, "global_batch": 8, "microbatch_size": 2, "pipeline": "1f1b"},
             "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "warmup_steps": 5, "clip_norm": 1.0},
@@ -138,11 +161,11 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument(
         "--nodes", nargs="+", default=["torch", "jax", "torch"], metavar="BACKEND[:PYTHON]", help="in order of stages"
     )
-    parser.add_argument("--model", action="append", choices=list(MODELS))
+    parser.add_argument("--model", action="append", choices=[*MODELS, *MADE])
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []
-    for model in args.model or MODELS:
+    for model in args.model or [*MODELS, *MADE]:
         with tempfile.TemporaryDirectory() as name, MixedCluster(args.nodes, Path(name) / "nodes") as ticket:
             root = Path(name)
             config = mixed_config(root, ticket, model, nodes=len(args.nodes), steps=args.steps)
