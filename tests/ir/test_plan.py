@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tests.strategies import plans
 
 from fusionllm.errors import GraphError
+from fusionllm.ir.graph import Param
 from fusionllm.ir.plan import Plan, StagePlan, parse_plan, plan_to_text, tied_params, verify_plan
 from fusionllm.ir.program import Action, StageProgram, parse_program, verify_program, verify_programs
+from fusionllm.ir.tensor import TensorSpec
 
 
 @settings(deadline=None)
@@ -64,7 +66,10 @@ def test_a_plan_has_replicas_and_old_text_still_reads():
 
 
 def test_tied_params_are_those_of_several_stages():
-    assert tied_params([["wte", "a"], ["b"], ["wte", "c"]]) == {"wte": (0, 2)}
+    spec = TensorSpec("float32", (2,))
+    trained, frozen = Param("p:x", spec), Param("p:x", spec, trainable=False)
+    stages = [{"wte": trained, "wpe": frozen}, {"b": trained, "wpe": frozen}, {"wte": trained, "c": trained}]
+    assert tied_params(stages) == {"wte": (0, 2)}
     assert Plan(pipeline="x", num_microbatches=1, stages=(stage(0, 0, 2), stage(1, 2, 4))).boundaries == [2]
 
 

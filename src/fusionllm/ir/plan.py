@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from fusionllm.errors import GraphError
+from fusionllm.ir.graph import Param
 from fusionllm.units import format_num_bytes
 
 MAX_STAGES = 100_000
@@ -61,12 +62,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return [stage.first_op for stage in self.stages[1:]]
 
 
-def tied_params(params_by_stage: Sequence[Mapping[str, object] | Sequence[str]]) -> dict[str, tuple[int, ...]]:
-    """Parameters held by two or more stages, with the indices of these stages."""
+def tied_params(params_by_stage: Sequence[Mapping[str, Param]]) -> dict[str, tuple[int, ...]]:
+    """Trained parameters held by two or more stages, with the indices of these stages.
+
+    A frozen one has no gradient to exchange: each stage just holds it.
+    """
     holders: dict[str, list[int]] = {}
-    for stage_index, names in enumerate(params_by_stage):
-        for name in names:
-            holders.setdefault(name, []).append(stage_index)
+    for stage_index, params in enumerate(params_by_stage):
+        for name, param in params.items():
+            if param.trainable:
+                holders.setdefault(name, []).append(stage_index)
     return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
 
