@@ -35,7 +35,8 @@ def explain_misfit(
         f"State of {format_num_bytes(needed)} stands against {format_num_bytes(there)} on {len(cluster.nodes)} nodes"
     )
     if best is None:
-        return f"{total}; even {high:.0f} times the memory would not do: some node has no way to the others"
+        why = "some node has no way to the others" if _has_gap(cluster) else "a microbatch is too large for any of them"
+        return f"{total}; even {high:.0f} times the memory would not do: {why}{_less_work(cluster, others)}"
     programs = build_programs(pipeline_name(workload.pipeline, best.depths), len(best.nodes), workload.num_microbatches)
     lacks = [
         (need - cluster.nodes[best.nodes[k]].memory_bytes, k, need)
@@ -49,6 +50,11 @@ def explain_misfit(
         f"{sum(lack[0] > 0 for lack in lacks)} nodes"
         f"{_more_nodes(workload, cluster)}{_less_work(cluster, others)}"
     )
+
+
+def _has_gap(cluster: Cluster) -> bool:
+    pairs = [(a, b) for a in range(len(cluster.nodes)) for b in range(len(cluster.nodes)) if a != b]
+    return any(cluster.bandwidth_bytes_per_s[a][b] <= 0 for a, b in pairs)
 
 
 def _less_work(cluster: Cluster, others: Iterable[tuple[str, Callable[[], Workload]]]) -> str:
