@@ -130,6 +130,8 @@ class Run:
                 from fusionllm.api.prepare import prepare
 
                 job = prepare(config, self._base_dir, self._module, self._obj, self._threads())
+                if job.source.notice:
+                    self._progress(Note(step=0, kind="model", text=job.source.notice))
                 state, first_step = self._initial_state(job, run_dir)
                 link = self._open_link(ticket, cluster)
                 stack.callback(link.close)
