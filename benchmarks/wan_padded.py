@@ -65,7 +65,9 @@ class PaddedProgram:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.place = inner.place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # all but computing is the inner one's
 
     def forward(self, *args: Any, **options: Any) -> Any:
         started_s = time.perf_counter()
