@@ -83,7 +83,8 @@ def python(bed: Testbed, host: str, code: str, *words: str) -> subprocess.Popen[
 
 
 def goodput(bed: Testbed, flows: list[tuple[str, str]], seconds: float) -> list[float]:
-    """Payload Mbps of TCP flows at the same time, no two to one host."""
+    """Payload Mbps of TCP flows at the same time, no two to one host; on a busy machine hosts go first."""
+    bed.throttle()
     receivers = [python(bed, b, RECEIVE) for _, b in flows]
     assert all(r.stdout.readline() == "ready\n" for r in receivers)
     senders = [python(bed, a, SEND, bed.address(b), str(seconds)) for a, b in flows]
