@@ -33,6 +33,7 @@ class Zoo(nn.Module):
 
 @pytest.mark.parametrize("name", ["zoo", "gpt2", "llama"])
 def test_values_are_distributed_as_the_models_own(name):
+    torch.manual_seed(4)
     shape = {"gpt2": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 128},
              "llama": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2,
                        "vocab_size": 128}}.get(name, {})  # fmt: skip
@@ -51,7 +52,8 @@ def test_values_are_distributed_as_the_models_own(name):
         mine = torch.from_numpy(initial_values(inits[parameter], 0, parameter, tuple(theirs.shape)).numpy().copy())
         near = 6 * theirs.std().item() / theirs.numel() ** 0.5 + 1e-7
         assert mine.mean().item() == pytest.approx(theirs.mean().item(), abs=near), parameter
-        assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.35, abs=1e-7), parameter
+        spread = 0.02 + 5 / theirs.numel() ** 0.5
+        assert mine.std().item() == pytest.approx(theirs.std().item(), rel=spread, abs=1e-7), parameter
         assert mine.abs().max().item() <= 1.6 * theirs.abs().max().item() + 1e-7, parameter
     if name == "zoo":
         assert inits["table.weight"].zero_rows == (2,)
