@@ -109,7 +109,18 @@ def compare(full: Workload, half: Workload, cluster: Cluster) -> dict[str, Any]:
         "single_site": _best_of(half, cluster, find_fences(cluster)),
         "single_device": _best_of(half, cluster, [[i] for i in range(len(cluster.nodes))]),
     }
+    result["speedup_paper_method_untied"] = _untied(classic, cluster) if classic.tied else None
     return result | _keys(result)
+
+
+def _untied(workload: Workload, cluster: Cluster) -> float | None:
+    """The paper's method over its baselines if the output layer had weights of its own: nothing is exchanged."""
+    free = msgspec.structs.replace(workload, tied=())
+    plain = [
+        _step_s([BASELINES[m](free, cluster)], "uniform-topk", free, cluster) for m in ("equal-number", "equal-compute")
+    ]
+    method = _step_s([BASELINES["op-fence"](free, cluster)], "adatopk-paper", free, cluster)
+    return _over(min((s for s in plain if s is not None), default=None), method)
 
 
 def _best(pool: list[Any], rule: str, workload: Workload, cluster: Cluster) -> Coded:
