@@ -70,12 +70,12 @@ class OwnerLink:
         """End the job and leave."""
         if not self._loop.running:
             return
-        try:
-            if self._stop is not None and not self._running.done():
-                self._loop.submit(self._farewell(reason)).result(10.0)
-                self._running.result(10.0)
-        except (FusionError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
-            log.debug("leaving: %s", error)
+        if self._stop is not None and not self._running.done():
+            for leaving in (self._loop.submit(self._farewell(reason)), self._running):
+                try:
+                    leaving.result(10.0)
+                except (FusionError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
+                    log.debug("leaving: %s", error)
         self._loop.close()
 
     async def _farewell(self, reason: str) -> None:
