@@ -2,8 +2,9 @@
 
 One point per method: mean over its seeds of validation loss minus the dense run of the same seed and size, through the
 codecs (filled), and without them after a last tenth of dense steps, as a model is exported (hollow). Each method at its
-best learning rate. The paper's operator and rule are marked apart; the line is the front: no method has less loss at as
-high a ratio. Trains nothing.
+best learning rate and, where its codecs were set anew, with those that served best; settings are never mixed. The
+paper's operator and rule are marked apart; the line is the front: no method has less loss at as high a ratio.
+Trains nothing.
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ def run(argv: list[str]) -> dict[str, Any]:
 
 
 def points_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One point per method but dense: means over its seeds at the learning rate that serves it best."""
-    groups: dict[str, dict[float, list[dict[str, Any]]]] = {}
+    """One point per method but dense: means over its seeds at the learning rate and codecs that serve it best."""
+    groups: dict[str, dict[tuple[float, str, str], list[dict[str, Any]]]] = {}
     for r in runs:
         if r["name"] != "dense" and not math.isnan(r["delta"]):
-            groups.setdefault(r["name"], {}).setdefault(r["lr"], []).append(r)
+            groups.setdefault(r["name"], {}).setdefault((r["lr"], r["forward"], r["backward"]), []).append(r)
     points = []
     for name, by_rate in groups.items():
-        lr, rows = min(by_rate.items(), key=lambda item: mean(_capped(r["delta"]) for r in item[1]))
+        (lr, _, _), rows = min(by_rate.items(), key=lambda item: mean(_capped(r["delta"]) for r in item[1]))
         deltas = [_capped(r["delta"]) for r in rows]
         annealed = [r["delta_annealed"] for r in rows if not math.isnan(r["delta_annealed"])]
         points.append(
             {
-                "name": name, "lr": lr, "seeds": len(rows), "true_ratio": mean(r["true_ratio"] for r in rows),
+                "name": name, "lr": lr, "seeds": len({r["seed"] for r in rows}),
+                "true_ratio": mean(r["true_ratio"] for r in rows),
                 "delta": mean(deltas), "spread": stdev(deltas) if len(deltas) > 1 else 0.0,
                 "delta_annealed": mean(annealed) if annealed else None,
                 "diverged": any(r["diverged"] for r in rows), "from_paper": "paper" in name,

@@ -12,14 +12,14 @@ from benchmarks.pareto import draw, front, points_of, table
 def record(name: str, ratio: float, delta: float, lr: float = 1e-3, **more: Any) -> dict[str, Any]:
     return {
         "name": name, "lr": lr, "true_ratio": ratio, "delta": delta, "delta_annealed": math.nan, "diverged": False,
-        **more,
+        "seed": 0, "forward": "identity", "backward": "identity", **more,
     }  # fmt: skip
 
 
 def test_a_method_is_its_mean_over_seeds_at_its_best_learning_rate(tmp_path: Path) -> None:
     runs = [
-        record("dense", 1, 0.0), record("a", 8, 0.01, delta_annealed=-0.01), record("a", 8, 0.03),
-        record("a", 8, 0.5, lr=3e-3), record("b", 30, 0.04), record("c", 20, 0.9),
+        record("dense", 1, 0.0), record("a", 8, 0.01, delta_annealed=-0.01), record("a", 8, 0.03, seed=1),
+        record("a", 8, 0.5, lr=3e-3), record("a", 8, 0.4, forward="int8"), record("b", 30, 0.04), record("c", 20, 0.9),
         record("topk-paper-10", 3.3, math.inf, diverged=True),
     ]  # fmt: skip
     points = points_of(runs)
