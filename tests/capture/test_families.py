@@ -25,7 +25,6 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers by an old name
 @pytest.mark.parametrize("name", KINDS)
 def test_a_family_trains_in_three_stages_as_it_does_eagerly(name):
     found = compare_family(name, torch.float64, 3)
@@ -43,6 +42,18 @@ def test_what_capture_asks_of_a_model_is_undone():
     with portable(module):
         assert (module.get_experts_implementation(), module.config.use_cache) != before
     assert (module.get_experts_implementation(), module.config.use_cache) == before
+
+
+def test_transformers_does_not_talk_about_a_loss_it_chose_itself(monkeypatch):
+    from transformers.utils import logging
+
+    module, inputs = FAMILIES["gpt2"]()
+    said: list[str] = []
+    monkeypatch.setattr(logging.get_logger("transformers.modeling_utils"), "warning_once", said.append)
+    capture_module(module, inputs)
+    assert said == [] and module.loss_type is None
+    module(**inputs)
+    assert "loss_type" in said[0]  # by itself it does talk
 
 
 class Normed(nn.Module):

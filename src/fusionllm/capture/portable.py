@@ -18,7 +18,7 @@ import torch
 def portable(module: torch.nn.Module) -> Iterator[None]:
     """Within it, the module can be exported; outside nothing has changed."""
     with ExitStack() as stack:
-        for enter in (_no_cache, _batched_experts, _plain_gelu, _no_mask_guessing):
+        for enter in (_no_cache, _batched_experts, _plain_gelu, _no_mask_guessing, _named_loss):
             stack.enter_context(enter(module))
         yield
 
@@ -85,3 +85,16 @@ def _no_mask_guessing(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         setattr(transformer, name, before)
+
+
+@contextmanager
+def _named_loss(module: torch.nn.Module) -> Iterator[None]:
+    """transformers finds a loss by the class's name; where that names none (GPT2LMHeadModel), it warns and takes it."""
+    changed: list[Any] = [child for child in module.modules() if getattr(child, "loss_type", "") is None]
+    for child in changed:
+        child.loss_type = "ForCausalLM"
+    try:
+        yield
+    finally:
+        for child in changed:
+            child.loss_type = None
