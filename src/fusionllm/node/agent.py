@@ -29,6 +29,9 @@ from fusionllm.transport.control import ControlChannel, connect_control
 
 log = logging.getLogger(__name__)
 
+#: How long a stage may take to come to the end of what it computes when the node leaves.
+STOP_TIMEOUT_S = 10.0
+
 
 class NodeAgent:
     """One node process. ``run`` returns when the broker goes away or the task is cancelled."""
@@ -74,8 +77,11 @@ class NodeAgent:
                     await asyncio.wait_for(channel.send(m.Leave(reason="stopped by its user")), 2.0)
                 raise
             finally:
+                worker = self._worker
                 self._stop_worker()
                 await self._endpoint.close()
+                if worker is not None:  # it posts to this loop until it has read that it is to stop
+                    await self._loop.run_in_executor(None, worker.join, STOP_TIMEOUT_S)
 
     async def _serve(self, channel: ControlChannel) -> None:
         while True:

@@ -110,10 +110,13 @@ class StageWorker(threading.Thread):
         except FusionError as error:
             self._fail(str(error))
         except Exception as error:  # the backend's own errors: out of memory, a kernel's complaint
-            log.exception("stage %d failed", self.assign.stage_index)
+            if not self._loop.is_closed():
+                log.exception("stage %d failed", self.assign.stage_index)
             self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, message: str) -> None:
+        if self._loop.is_closed():  # the node has left while this computed; nobody is left to tell
+            return
         self._tell(m.StageFailed(job=self.assign.job, stage_index=self.assign.stage_index, message=message))
 
     def _setup(self) -> None:
