@@ -21,7 +21,8 @@ from fusionllm.compress.cut import Direction
 from fusionllm.compute import ComputeOptions, OptimConfig
 from fusionllm.compute.stage import TorchStage
 from fusionllm.compute.wire import dtype_name
-from fusionllm.ir.codec import fit_codec, parse_codec
+from fusionllm.errors import UserError
+from fusionllm.ir.codec import CodecSpec, fit_codec, parse_codec
 from fusionllm.ir.cuts import split_graph
 from fusionllm.ir.plan import tied_params
 
@@ -32,7 +33,8 @@ class CodedPipeline:
     """Stages of a captured model on one core, as many as boundaries and one.
 
     Args:
-        boundaries: where `ir.cuts.split_graph` cuts. forward, backward: codecs of all links, as text.
+        boundaries: where `ir.cuts.split_graph` cuts. forward, backward: codecs as text: one for all cuts, or one per
+            cut, first cut first, with `` | `` between.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class CodedPipeline:
         for stage in self.stages:
             for name in stage.graph.held:
                 stage.load(name, captured.tensors[name])
-        self._forward, self._backward = parse_codec(forward), parse_codec(backward)
+        self._specs = {"f": _codecs_of(forward, len(boundaries)), "b": _codecs_of(backward, len(boundaries))}
         self._ways: dict[Place, Direction] = {}
         self._consumers = {
             value: [k for k, s in enumerate(self.stages) if any(v.id == value for v in s.graph.recv)]
@@ -136,9 +138,17 @@ class CodedPipeline:
         shape = tuple(x.shape)
         place = (f"{kind}:{value}", consumer, shape)
         if place not in self._ways:
-            spec = fit_codec(self._forward if kind == "f" else self._backward, shape, dtype_name(x))
+            spec = fit_codec(self._specs[kind][consumer - 1], shape, dtype_name(x))
             self._ways[place] = Direction(spec, shape, dtype_name(x))
         return self._ways[place].send(x, Reference(at_sender), Reference(at_receiver))[0]
+
+
+def _codecs_of(text: str, num_cuts: int) -> list[CodecSpec]:
+    """One codec per cut. Raises UserError for another number of them."""
+    specs = [parse_codec(part) for part in text.split(" | ")]
+    if len(specs) not in (1, num_cuts):
+        raise UserError(f"{len(specs)} codecs for {num_cuts} cuts in {text!r}; give one for all or one per cut")
+    return specs * num_cuts if len(specs) == 1 else specs
 
 
 def losses_in_one_process(config: RunConfig, boundaries: Sequence[int]) -> list[float]:

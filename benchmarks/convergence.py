@@ -19,13 +19,30 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from fusionllm.schedule.ratios import LinkLoad, adatopk_paper
+from fusionllm.units import parse_bandwidth_bytes_per_s
+
 RECORDS = Path(__file__).parent / "records" / "convergence.jsonl"
 TEXT = Path(__file__).parents[1] / "examples" / "data" / "shakespeare.txt"
-#: name -> (forward, backward).
+#: The links of four stages on the two labs of examples/scenarios, for the paper's rule.
+_TWO_LABS = ("1 Gbps", "8 Mbps", "1 Gbps")
+
+
+def _adatopk(ratio: float) -> str:
+    """The paper's codecs of the three cuts; equal messages, so that their shape is of no account."""
+    loads = [
+        LinkLoad(shape=(512, 256), dtype="float32", bandwidth_bytes_per_s=parse_bandwidth_bytes_per_s(rate))
+        for rate in _TWO_LABS
+    ]
+    return " | ".join(map(str, adatopk_paper(loads, ratio)))
+
+
+#: name -> (forward, backward), each one codec or one per cut.
 METHODS = {
     "dense": ("identity", "identity"),
     "topk-paper-10": ("topk-paper:ratio=10", "topk-paper:ratio=10"),
     "topk-paper-100": ("topk-paper:ratio=100", "topk-paper:ratio=100"),
+    "adatopk-paper": (_adatopk(100), _adatopk(100)),
     "topk-row-10": ("topk:ratio=10,scope=row", "tangent(topk:ratio=10,scope=row)"),
     "int8": ("int8", "int8"),
     "hadamard-4": ("hadamard", "tangent(hadamard)"),
@@ -35,6 +52,7 @@ METHODS = {
     "klt-1": ("klt:rate=1", "tangent(klt:rate=1)"),
     "klt-ec-25": ("klt-ec:rate=1.3", "tangent:bits=8(klt-ec:rate=1.1)"),
     "klt-ec-70": ("klt-ec:rate=0.47,refresh=200", "tangent:bits=8(klt-ec:rate=0.36,refresh=200)"),
+    "klt-ec-70f": ("klt-ec:rate=0.50,refresh=200", "tangent:bits=8(klt-ec:rate=0.355,refresh=200)"),
 }
 
 
