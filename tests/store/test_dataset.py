@@ -304,3 +304,34 @@ def test_bad_rows(rows, message):
     with pytest.raises(UserError, match=message):
         data = open_dataset(DataConfig(val_fraction=0), seed=0, base_dir=Path(), obj=rows)
         data.microbatches(0, global_batch=1, microbatch_size=1)
+
+
+def text_rows(kind: str, texts: list[str], seq_len: int) -> Dataset:
+    config = DataConfig(tokenizer="bytes", documents=kind, seq_len=seq_len, val_fraction=0.0)
+    return open_dataset(config, seed=0, base_dir=Path(), obj=texts)
+
+
+def test_documents_apart_have_positions_of_their_own():
+    data = text_rows("apart", ["abc", "", "defghijk", "lm", "nopqrst"], 5)
+    rows = data._train.take([0, 1, 2, 3])
+    assert bytes(rows["input_ids"].ravel().tolist()) == b"abcdefghijklmnopqrst"
+    # a row that goes on with a document begins at 0 as any sequence does
+    assert rows["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [0, 0, 1, 0, 1], [0, 1, 2, 3, 4]]
+    assert (rows["labels"] == -100).nonzero()[1].tolist() == [0, 3, 1, 3]
+    assert data.fingerprint != text_rows("apart", ["abcdefghijklmnopqrst"], 5).fingerprint
+
+
+def test_padded_documents_are_as_long_as_the_longest_of_their_batch():
+    data = text_rows("padded", ["abc", "", "defghijkl", "m", "nopq"], 4)
+    assert (data.num_rows, data.max_length) == (4, 4)  # the 9 letters are 4, 4 and 1, which is left out as the m is
+    rows = data._train.take([0, 1, 3])
+    assert rows["input_ids"].tolist() == [[97, 98, 99, 0], [100, 101, 102, 103], [110, 111, 112, 113]]
+    assert rows["attention_mask"].tolist() == [[1, 1, 1, 0], [1] * 4, [1] * 4]
+    assert rows["labels"][0].tolist() == [97, 98, 99, -100]
+    assert data._train.take([0])["input_ids"].shape == (1, 3)
+    assert all(a.shape == (2, 4) for a in data.example().values())
+
+
+def test_rows_of_arrays_are_no_documents():
+    with pytest.raises(UserError, match=r"data\.documents is 'padded'"):
+        text_rows("padded", [{"x": np.zeros(2, np.float32)}] * 4, 4)

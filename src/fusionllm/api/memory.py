@@ -17,7 +17,7 @@ def estimated_bytes(graph: OpGraph, plan: Plan, config: RunConfig) -> dict[str, 
     Left out: the framework itself, values alive within an operator, buffers of messages. With ``train.recompute`` one
     microbatch's values are alive at a time; with ``optimizer.offload`` the state is not on the device.
     """
-    works = graph_work(graph, dict.fromkeys(graph.symbols, config.train.microbatch_size))
+    works = graph_work(graph, graph.sizes(config.train.microbatch_size, config.data.seq_len))
     held = most_held(build_programs(plan.pipeline, plan.num_stages, plan.num_microbatches))
     out: dict[str, int] = {}
     for stage, most in zip(plan.stages, held, strict=True):

@@ -76,9 +76,10 @@ def prepare(
         config, dataset, source = open_model(config, base_dir, module, obj)
         if config.train.precision == "bfloat16-weights":
             source.module.to(torch.bfloat16)
-        first = dataset.microbatches(0, global_batch=2, microbatch_size=2)[0]
-        example = {name: torch.from_numpy(array) for name, array in first.items()}
-        captured = capture_module(source.module, example, mode="train", allow_ops=config.model.allow_ops)
+        example = {name: torch.from_numpy(array) for name, array in dataset.example().items()}
+        captured = capture_module(
+            source.module, example, allow_ops=config.model.allow_ops, open_length=dataset.max_length > 0
+        )
     graph = captured.graph
     captured = captured._replace(graph=with_metrics(graph))
     optim = resolve_groups(config.optimizer, graph)

@@ -201,6 +201,7 @@ class Run:
             pipeline=config.train.pipeline,
             num_microbatches=config.num_microbatches,
             microbatch_size=config.train.microbatch_size,
+            max_length=job.dataset.max_length,
             num_steps=config.train.steps,
             optim=msgspec.json.encode(job.optim),
             compute=msgspec.json.encode(

@@ -63,7 +63,11 @@ class _Step(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int:
+        """Of the first column, without padding; rows, where that is no column of tokens."""
         first = [next(iter(batch.values())) for batch in self.batches]
+        masks = [batch.get("attention_mask") for batch in self.batches]
+        if all(mask is not None and mask.shape == a.shape for mask, a in zip(masks, first)):
+            return sum(int(np.count_nonzero(mask)) for mask in masks if mask is not None)
         return int(sum(a.size if np.issubdtype(a.dtype, np.integer) else a.shape[0] for a in first))
 
 

@@ -72,7 +72,7 @@ def plan_job(
 
     Raises PlanError.
     """
-    symbols = dict.fromkeys(graph.symbols, options.microbatch_size)
+    symbols = graph.sizes(options.microbatch_size, options.max_length)
     if surveyed is None:
         layout = _plain_layout(graph, options, nodes, symbols)
     else:
@@ -158,7 +158,8 @@ def _plain_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], 
 def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], surveyed: Surveyed) -> _Layout:
     cluster, base, compression = surveyed.cluster, options.pipeline.partition(":")[0], options.compression
     step = StepOptions(
-        microbatch_size=options.microbatch_size, num_microbatches=options.num_microbatches, pipeline=base,
+        microbatch_size=options.microbatch_size, max_length=options.max_length,
+        num_microbatches=options.num_microbatches, pipeline=base,
         precision="float32", optimizer=_optimizer(options.optim),
     )  # fmt: skip
     workload, ladder = build_workload(graph, step, surveyed.rates), _ladder(compression)
@@ -278,6 +279,7 @@ def check_options(options: JobOptions) -> None:
         ("num_stages", options.num_stages, 1024),
         ("num_microbatches", options.num_microbatches, 65536),
         ("microbatch_size", options.microbatch_size, 1 << 20),
+        ("max_length", max(1, options.max_length), 1 << 24),
     ):
         if not 1 <= value <= limit:
             raise PlanError(f"{name} is {value}; it must lie between 1 and {limit}")

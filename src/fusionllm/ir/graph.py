@@ -130,6 +130,13 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                     raise GraphError(f"value {value.id} has shape {list(shape)}, the graph expects {spec}")
         return symbols
 
+    def sizes(self, rows: int, length: int = 0) -> dict[str, int]:
+        """Values of the symbolic sizes for ``rows`` rows and, where that is open too, sequences of ``length``.
+
+        The first dimension of the first input is ``B`` in every captured graph.
+        """
+        return {name: rows if name == "B" else max(1, length) for name in self.symbols}
+
     @property
     def held(self) -> dict[str, Param | Buffer]:
         """The tensors that whoever runs this graph holds: parameters and buffers by name."""

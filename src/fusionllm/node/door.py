@@ -36,11 +36,12 @@ class Door:
             fits = spec.dtype == header.dtype and spec.concrete(symbols) == header.shape
         except GraphError:
             fits = False
-        limit = self._assign.options.microbatch_size
-        if not fits or any(size > limit for size in symbols.values()):
+        options = self._assign.options
+        limits = self._graph.sizes(options.microbatch_size, options.max_length)
+        if not fits or any(size > limits[name] for name, size in symbols.items()):
             raise RemoteProtocolError(
                 f"{header.kind} {header.key!r} is {header.dtype}{list(header.shape)}, "
-                f"expected {spec}, rows up to {limit}"
+                f"expected {spec} with sizes up to {limits}"
             )
         check_payload(header, num_bytes, self._assign.codecs.get(source))
 

@@ -112,13 +112,17 @@ class LinkCodecs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the broker needs to plan, and what it passes on unread (``optim``, ``compute``: JSON of their room)."""
+    """What the broker needs to plan, and what it passes on unread (``optim``, ``compute``: JSON of their room).
+
+    ``max_length``: of a sequence, where the graph leaves that open.
+    """
 
     num_stages: int
     partition: str
     pipeline: str
     num_microbatches: int
     microbatch_size: int
+    max_length: int = 0
     num_steps: int
     optim: bytes
     compute: bytes

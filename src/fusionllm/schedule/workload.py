@@ -21,9 +21,10 @@ from fusionllm.schedule.placement import Feed, Tied, Workload
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step is: rows of a microbatch, microbatches, schedule, precision of activations, optimizer."""
+    """What a step is: rows of a microbatch (and length, where open), microbatches, schedule, precision, optimizer."""
 
     microbatch_size: int = 1
+    max_length: int = 0
     num_microbatches: int = 16
     pipeline: str = "1f1b-ahead"
     precision: str = "bfloat16"
@@ -38,7 +39,7 @@ def build_workload(graph: OpGraph, options: StepOptions, measured: Mapping[str, 
     Args:
         measured: rates by name of device; None: those of the library's devices.
     """
-    symbols = dict.fromkeys(graph.symbols, options.microbatch_size)
+    symbols = graph.sizes(options.microbatch_size, options.max_length)
     works = graph_work(graph, symbols)
     part = 0.5 if options.precision == "bfloat16" else 1.0
     cuts, specs = list_cuts(graph, symbols), graph.specs()

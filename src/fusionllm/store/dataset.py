@@ -1,4 +1,4 @@
-"""The data of a run: rows of fixed shape in an order that is a pure function of (seed, step, microbatch).
+"""The data of a run: rows in an order that is a pure function of (seed, step, microbatch).
 
 No torch, no clock, no state: any process that opens the same data with the same seed gets the same batches,
 so a resumed run continues exactly where it stopped and a lost step can be fed again. Knows no model and no
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ import xxhash
 
 from fusionllm.errors import UserError
 from fusionllm.ir.tensor import TensorSpec
-from fusionllm.store.rows import ArrayRows, PackedText, RowTable
+from fusionllm.store.rows import ArrayRows, PackedText, PaddedText, RowTable
 from fusionllm.store.sources import Documents, Rows, open_source, wrap_object
 from fusionllm.store.tokens import Tokenizer, open_tokenizer, tokenize
 
@@ -39,6 +39,9 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         text_column: column of a dataset, or key of a JSON line, with the text.
         split: split of a Hugging Face dataset.
         seq_len: tokens per row of text, at least 2.
+        documents: ``joined``: one after the other, cut into rows. ``apart``: the same, with ``position_ids`` that begin
+            anew with each, by which the models that take them keep documents from seeing each other. ``padded``: a row
+            each, padded to the longest of its microbatch, with an ``attention_mask``; seq_len is the longest.
         val_fraction: share of the rows, a block at the end, kept for validation; in [0, 1).
         val_source: other data to validate on, in the same forms; then no row is taken from ``source``.
         val_split: split of a Hugging Face dataset named by ``val_source``.
@@ -49,6 +52,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     text_column: str = "text"
     split: str = "train"
     seq_len: int = 128
+    documents: Literal["joined", "apart", "padded"] = "joined"
     val_fraction: float = 0.05
     val_source: str | None = None
     val_split: str = "validation"
@@ -69,6 +73,7 @@ class Dataset:
         columns: name -> dtype and shape of one row, without the batch dimension.
         vocab_size: ids are below it; None for ready rows.
         tokenizer: None for ready rows.
+        max_length: of a sequence, where that differs from batch to batch; 0 where rows are of one shape.
         fingerprint: hash of content and options; a resumed run compares it.
     """
 
@@ -81,6 +86,7 @@ class Dataset:
         val_start: int,
         seed: int,
         tokenizer: Tokenizer | None,
+        max_length: int = 0,
     ) -> None:
         self._train, self._val, self._val_start = train, val, val_start
         self._seed = seed
@@ -88,7 +94,7 @@ class Dataset:
         self.num_rows = num_rows
         self.num_val_rows = val.num_rows - val_start
         self.columns: dict[str, TensorSpec] = train.columns
-        self.tokenizer = tokenizer
+        self.tokenizer, self.max_length = tokenizer, max_length
         self.vocab_size = tokenizer.vocab_size if tokenizer else None
         parts = (train.fingerprint, val.fingerprint, num_rows, val_start, seed, self.columns)
         name = tokenizer.fingerprint if tokenizer else ""
@@ -130,6 +136,13 @@ class Dataset:
         return [
             self._train.take(rows[start : start + microbatch_size]) for start in range(0, len(rows), microbatch_size)
         ]
+
+    def example(self) -> dict[str, np.ndarray]:
+        """Two training rows to capture a model with, as long as any. Raises UserError when there are fewer."""
+        first = self.microbatches(0, global_batch=2, microbatch_size=2)[0]
+        if not self.max_length:
+            return first
+        return {name: np.pad(a, ((0, 0), (0, self.max_length - a.shape[1]))) for name, a in first.items()}
 
     def step_rows(self, step: int, global_batch: int) -> list[int]:
         """Indices of the training rows of one step, in order."""
@@ -186,6 +199,7 @@ def open_dataset(config: DataConfig, *, seed: int, base_dir: Path, obj: Any = No
         train_source = wrap_object(obj, "the data given in Python", config.text_column)
     tokenizer = open_tokenizer(config.tokenizer, base_dir) if isinstance(train_source, Documents) else None
     train = _table(train_source, tokenizer, config)
+    max_length = config.seq_len if isinstance(train, PaddedText) else 0
     if config.val_source is not None:
         val = _table(_open(config, config.val_source, config.val_split, base_dir), tokenizer, config)
         if val.columns != train.columns:
@@ -193,10 +207,12 @@ def open_dataset(config: DataConfig, *, seed: int, base_dir: Path, obj: Any = No
                 f"data.val_source {config.val_source!r} has the columns {_names(val)} but the training data "
                 f"has {_names(train)}; both need the same"
             )
-        return Dataset(train, val, num_rows=train.num_rows, val_start=0, seed=seed, tokenizer=tokenizer)
+        return Dataset(
+            train, val, num_rows=train.num_rows, val_start=0, seed=seed, tokenizer=tokenizer, max_length=max_length
+        )
     num_val = num_val_rows(train.num_rows, config.val_fraction)
     cut = train.num_rows - num_val
-    return Dataset(train, train, num_rows=cut, val_start=cut, seed=seed, tokenizer=tokenizer)
+    return Dataset(train, train, num_rows=cut, val_start=cut, seed=seed, tokenizer=tokenizer, max_length=max_length)
 
 
 def num_val_rows(num_rows: int, val_fraction: float) -> int:
@@ -216,13 +232,21 @@ def _names(table: RowTable) -> str:
 
 def _table(source: Documents | Rows, tokenizer: Tokenizer | None, config: DataConfig) -> RowTable:
     if isinstance(source, Rows):
+        if config.documents != "joined":
+            raise UserError(
+                f"data.documents is {config.documents!r}, which is for text; {source.name} is rows of arrays"
+            )
         return ArrayRows(source.rows, source.name)
     if tokenizer is None:
         raise UserError(f"{source.name} is text but the training data is rows of arrays; both must be of one kind")
-    ids = tokenize(source.texts, tokenizer)
+    ids, starts = tokenize(source.texts, tokenizer)
+    if config.documents == "padded":
+        if len(ids) < 2:
+            raise UserError(f"{source.name} has {len(ids)} tokens; a row needs at least 2")
+        return PaddedText(ids, config.seq_len, starts)
     if len(ids) < config.seq_len:
         raise UserError(
             f"{source.name} has {len(ids)} tokens, fewer than one row of data.seq_len = {config.seq_len}; "
             f"give more text or lower data.seq_len"
         )
-    return PackedText(ids, config.seq_len)
+    return PackedText(ids, config.seq_len, starts if config.documents == "apart" else None)

@@ -1,6 +1,6 @@
-"""Rows: samples of fixed shape that can be taken by index and stacked into a batch.
+"""Rows: samples that can be taken by index and stacked into a batch.
 
-Two tables, one for packed text and one for ready rows of arrays. Knows no order, no split and no tensor
+Three tables: packed text, texts of their own length, ready rows of arrays. Knows no order, no split and no tensor
 framework. On the path: tokens or Python rows -> **table of rows** -> batches of numpy arrays.
 """
 
@@ -17,6 +17,8 @@ from fusionllm.ir.tensor import DTYPES, TensorSpec
 
 #: Ready rows may be computed on access, so their fingerprint reads this many of them, spread evenly.
 FINGERPRINT_ROWS = 16
+#: Label of a position that counts in no loss; torch's cross entropy leaves it out unless told otherwise.
+IGNORED = -100
 
 
 class RowTable(Protocol):
@@ -24,7 +26,8 @@ class RowTable(Protocol):
 
     Attributes:
         num_rows: how many.
-        columns: name -> dtype and shape of one row, without the batch dimension.
+        columns: name -> dtype and shape of one row, without the batch dimension; a size that differs from batch to
+            batch is called ``T``.
         fingerprint: a hash of the content.
     """
 
@@ -41,17 +44,73 @@ class PackedText:
 
     A batch of B rows is ``{"input_ids": int64 [B, seq_len], "labels": int64 [B, seq_len]}`` with equal
     contents: the models of Hugging Face shift the labels themselves.
+
+    Args:
+        starts: where documents begin, to keep them apart: then there are ``position_ids``, int64 [B, seq_len], which
+            begin at 0 with every document, and a document's first token is no label.
     """
 
-    def __init__(self, ids: np.ndarray, seq_len: int) -> None:
+    def __init__(self, ids: np.ndarray, seq_len: int, starts: np.ndarray | None = None) -> None:
         self.num_rows = len(ids) // seq_len
         self._rows_NT = ids[: self.num_rows * seq_len].reshape(self.num_rows, seq_len)
-        self.columns = {name: TensorSpec("int64", (seq_len,)) for name in ("input_ids", "labels")}
-        self.fingerprint = xxhash.xxh3_128_hexdigest(ids.astype("<u4", copy=False).data)
+        self._starts = starts
+        names = ("input_ids", "labels") + ("position_ids",) * (starts is not None)
+        self.columns = {name: TensorSpec("int64", (seq_len,)) for name in names}
+        self.fingerprint = _text_hash(ids, starts)
 
     def take(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        ids_BT = self._rows_NT[np.asarray(indices, dtype=np.int64)].astype(np.int64)
-        return {"input_ids": ids_BT, "labels": ids_BT.copy()}
+        rows = np.asarray(indices, dtype=np.int64)
+        ids_BT = self._rows_NT[rows].astype(np.int64)
+        batch = {"input_ids": ids_BT, "labels": ids_BT.copy()}
+        if self._starts is not None:
+            seq_len = ids_BT.shape[1]
+            places_BT = rows[:, None] * seq_len + np.arange(seq_len)
+            first_BT = self._starts[np.searchsorted(self._starts, places_BT, side="right") - 1]
+            batch["labels"][places_BT == first_BT] = IGNORED
+            batch["position_ids"] = places_BT - np.maximum(first_BT, places_BT[:, :1])
+        return batch
+
+
+class PaddedText:
+    """A document a row, a longer one in pieces of ``seq_len``; padded on the right to the longest row of the batch.
+
+    A batch of B rows is ``{"input_ids", "attention_mask", "labels"}``, each int64 [B, T] with T at most ``seq_len``.
+    Padding has id 0, mask 0 and no label. A piece of one token, which predicts nothing, is left out.
+    """
+
+    def __init__(self, ids: np.ndarray, seq_len: int, starts: np.ndarray) -> None:
+        self._ids = ids
+        ends = [*starts[1:].tolist(), len(ids)]
+        pieces = [
+            (at, min(at + seq_len, end))
+            for start, end in zip(starts.tolist(), ends)
+            for at in range(start, end, seq_len)
+            if end - at > 1
+        ]
+        self._pieces_N2 = np.array(pieces, dtype=np.int64).reshape(-1, 2)
+        self.num_rows = len(pieces)
+        self.columns = {name: TensorSpec("int64", ("T",)) for name in ("input_ids", "attention_mask", "labels")}
+        self.fingerprint = _text_hash(ids, starts)
+
+    def take(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        pieces_B2 = self._pieces_N2[np.asarray(indices, dtype=np.int64)]
+        lengths_B1 = pieces_B2[:, 1:] - pieces_B2[:, :1]
+        offsets_T = np.arange(lengths_B1.max())
+        mask_BT = offsets_T < lengths_B1
+        ids_BT = np.where(mask_BT, self._ids[np.minimum(pieces_B2[:, :1] + offsets_T, len(self._ids) - 1)], 0)
+        ids_BT = ids_BT.astype(np.int64)
+        return {
+            "input_ids": ids_BT,
+            "attention_mask": mask_BT.astype(np.int64),
+            "labels": np.where(mask_BT, ids_BT, IGNORED),
+        }
+
+
+def _text_hash(ids: np.ndarray, starts: np.ndarray | None) -> str:
+    digest = xxhash.xxh3_128(ids.astype("<u4", copy=False).data)
+    if starts is not None:
+        digest.update(starts.data)
+    return digest.hexdigest()
 
 
 class ArrayRows:

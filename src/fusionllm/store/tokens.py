@@ -148,25 +148,32 @@ def _configured_eos(config: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def tokenize(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
+def tokenize(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """All documents as one flat array of ids, an end-of-text id between two documents.
 
     Returns:
-        uint16 [num_tokens] when the vocabulary fits, uint32 otherwise.
+        (ids, starts): uint16 [num_tokens] when the vocabulary fits, uint32 otherwise; int64 [num_documents], where
+        each document begins. Empty documents are left out.
     """
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     parts: list[np.ndarray] = []
+    starts: list[int] = []
+    num_ids = num_parts = 0
     for text in texts:
         if not text:
             continue
         if parts and tokenizer.eos_id is not None:
             parts.append(np.array([tokenizer.eos_id], dtype=dtype))
+        num_ids += sum(map(len, parts[num_parts:]))
+        num_parts = len(parts)
+        starts.append(num_ids)
         for piece in _pieces(text):
             if isinstance(tokenizer, ByteTokenizer):
                 parts.append(np.frombuffer(piece.encode(), dtype=np.uint8).astype(dtype))
             else:
                 parts.append(np.asarray(tokenizer.encode(piece), dtype=dtype))
-    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+    ids = np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+    return ids, np.array(starts, dtype=np.int64)
 
 
 def _pieces(text: str) -> Iterator[str]:
