@@ -136,12 +136,13 @@ def branch(x):
         (lambda x: "text", ["without a loss"]),
     ],
 )
-def test_what_cannot_be_captured_names_the_line_and_the_way_out(function, words):
+def test_what_cannot_be_captured_names_the_line_and_the_way_out(function, words, capfd):
     with pytest.raises(CaptureError) as caught:
         capture_module(Loss(function), {"x": torch.randn(2, 4)})
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")  # torch's own pages stay away
 
 
 def test_inputs_that_do_not_fit_are_named():

@@ -128,6 +128,47 @@ def test_a_backward_of_its_own_is_refused():
     assert Rounded.apply(torch.ones(1)) == 1  # the way in is open again
 
 
+def double(*args):
+    return tuple(a * 2 for a in args[-1]) if isinstance(args[-1], tuple) else args[-1] * 2
+
+
+def hooked(m, x):
+    h = m.a(x)
+    h.register_hook(double)
+    return m.b(h).mean()
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (lambda m: m.b.register_full_backward_hook(double), r"module b \(Linear\).*double"),
+        (lambda m: m.register_full_backward_pre_hook(double), r"module itself \(Model\).*double"),
+        (lambda m: m.a.weight.register_hook(double), r"parameter a\.weight.*double"),
+        (lambda m: m.a.bias.register_post_accumulate_grad_hook(double), r"parameter a\.bias.*double"),
+        (lambda m: setattr(m, "function", hooked), r"test_gradients\.py:\d+ \(`h\.register_hook.*double"),
+    ],
+)
+def test_hooks_on_gradients_are_refused(hook, words):
+    model = Model(no_grad)
+    hook(model)
+    with pytest.raises(CaptureError, match=words):
+        capture_module(model, {"x": torch.randn(3, 8)})
+    torch.ones(1, requires_grad=True).register_hook(double)  # the way in is open again
+
+
+def test_hooks_on_a_forward_are_part_of_the_model():
+    model, inputs = Model(detached), {"x": torch.randn(3, 8, generator=torch.Generator().manual_seed(1))}
+    before = model(**inputs).item()
+    model.a.register_forward_hook(lambda module, given, out: out * 3)
+    model.b.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+    captured = capture_module(model, inputs)
+    stage = TorchStage(captured.graph, ComputeOptions(), OptimConfig(), 1)
+    for name, tensor in captured.tensors.items():
+        stage.load(name, tensor)
+    found = stage.forward(0, 0, inputs)[captured.graph.outputs[0]].item()
+    assert found == model(**inputs).item() != before
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

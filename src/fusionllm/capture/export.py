@@ -7,14 +7,18 @@ whole while making everything functional. What comes out is normalised (`normali
 from __future__ import annotations
 
 import inspect
+import io
+import logging
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from fusionllm.capture.empty import all_on_meta, is_empty, on_meta
-from fusionllm.capture.gradients import keep_detached, refuse_own_backward
+from fusionllm.capture.gradients import keep_detached, refuse_hooks, refuse_own_backward
 from fusionllm.capture.normalise import GraphBuilder, user_line
 from fusionllm.capture.portable import portable
 from fusionllm.errors import CaptureError, GraphError
@@ -88,6 +92,7 @@ def capture_module(
         CaptureError: names the operator or the cause, the line of the model's source, and the way out.
     """
     names, allowed = _check_inputs(module, example_inputs), allowed_ops(allow_ops)
+    refuse_hooks(module)
     module.train(mode == "train")
     if is_empty(module):
         with all_on_meta(module) as buffers:
@@ -117,7 +122,7 @@ def _capture(
     length = {1: torch.export.Dim("length", min=2)} if open_length else {}
     dynamic: Any = {"inputs": tuple({0: rows, **(length if x.dim() > 1 else {})} for x in inputs)}
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), refuse_own_backward(), portable(module):
+        with warnings.catch_warnings(), torch.enable_grad(), _no_dump(), refuse_own_backward(), portable(module):
             warnings.simplefilter("ignore")
             program = torch.export.export(wrapper, inputs, dynamic_shapes=dynamic, strict=False)
             keep_detached(program)
@@ -151,8 +156,8 @@ def _explain(error: Exception) -> str:
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text.lower() or "GuardOnDataDependent" in text:
         return (
-            f"control flow depends on the data at {where}: {first}; write it without a Python `if`, loop or .item() "
-            "on a tensor, e.g. with torch.where"
+            f"control flow depends on the data at {where}; write it without a Python `if`, loop or .item() on a "
+            "tensor, e.g. with torch.where"
         )
     if "Constraints violated" in text or "specialized" in text:
         return (
@@ -162,6 +167,28 @@ def _explain(error: Exception) -> str:
     if "use_cache" in text or "Cache" in first:
         return f"the model returns a cache ({first}); set use_cache=False in its config"
     return f"torch.export cannot capture the model at {where}: {kind}: {first}"
+
+
+@contextmanager
+def _no_dump() -> Iterator[None]:
+    """Without the graph so far that torch.export prints when it fails, and what it logs then."""
+    held = io.StringIO()
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export._trace")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    has_dump = False
+    try:
+        with redirect_stderr(held):
+            yield
+    except Exception as error:
+        has_dump = hasattr(error, "partial_fx_graph")
+        raise
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+        if not has_dump:
+            sys.stderr.write(held.getvalue())
 
 
 def _traceback_text(error: Exception) -> str:

@@ -1,12 +1,14 @@
 """What a model says about gradients, kept through export: ``no_grad`` regions, ``detach_``, its own backward functions.
 
-Making a program functional drops the first two without a word, and tracing goes through the third, so each would train
-something else than the model. Here the first two become plain detaches, and the third is refused. Sits between
+Making a program functional drops the first two without a word, and tracing goes through the third and past hooks on
+gradients, so each would train something else than the model. Here the first two become plain detaches, and the others
+are refused. Sits between
 torch.export and `normalise`.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind
 
+from fusionllm.capture.normalise import user_line
 from fusionllm.errors import CaptureError
 
 _REGION = "wrap_with_set_grad_enabled"
@@ -66,9 +69,34 @@ def _detached(module: Any, node: Any, arg: Any, plain: set[str]) -> Any:
     return made
 
 
+def refuse_hooks(module: torch.nn.Module) -> None:
+    """Raises CaptureError for a hook on gradients of the module; hooks on a forward are part of it, and captured."""
+    for name, child in module.named_modules():
+        for hook in (*child._backward_hooks.values(), *child._backward_pre_hooks.values()):
+            raise _hooked(f"the module {name or 'itself'} ({type(child).__name__})", hook)
+    for name, parameter in module.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            for hook in (getattr(parameter, kind, None) or {}).values():
+                raise _hooked(f"the parameter {name}", hook)
+
+
+def _hooked(what: str, hook: Any) -> CaptureError:
+    return CaptureError(
+        f"{what} has a hook on its gradient, {getattr(hook, '__qualname__', type(hook).__name__)}, which no graph can "
+        "hold; remove it, and change the gradient by operators and .detach(), e.g. x * s + (x - x * s).detach()"
+    )
+
+
 @contextmanager
 def refuse_own_backward() -> Iterator[None]:
-    """Within it, calling a ``torch.autograd.Function`` raises CaptureError: export would forget its backward."""
+    """Within it, calling a ``torch.autograd.Function`` or hooking a tensor's gradient raises CaptureError.
+
+    Export would forget the backward of the one and the hook of the other.
+    """
+
+    def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
+        where = user_line("".join(traceback.format_stack())) or "a line outside the model"
+        raise _hooked(f"a tensor at {where}", hook)
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch._library.autograd":  # a torch.library operator: it keeps its backward in the graph
@@ -81,7 +109,9 @@ def refuse_own_backward() -> Iterator[None]:
     function: Any = torch.autograd.Function
     held = function.__dict__["apply"]
     function.apply = classmethod(refuse)
+    tensor: Any = torch.Tensor
+    held_hook, tensor.register_hook = tensor.register_hook, refuse_hook
     try:
         yield
     finally:
-        function.apply = held
+        function.apply, tensor.register_hook = held, held_hook

@@ -139,7 +139,7 @@ def _from_config(hf_config: Any) -> Source:
     hf_config.use_cache = False
     try:
         factory: Any = AutoModelForCausalLM
-        module = factory.from_config(hf_config, attn_implementation="sdpa", dtype=torch.float32)
+        module = factory.from_config(hf_config, dtype=torch.float32)
     except (ValueError, TypeError) as error:
         raise UserError(f"Hugging Face cannot build this model: {error}") from None
     return _with_limits(Source(module), hf_config)
@@ -198,7 +198,7 @@ def _from_folder(path: Path, config: ModelConfig) -> Source:
     hf_config.use_cache = False
     try:
         module = AutoModelForCausalLM.from_pretrained(
-            path, config=hf_config, attn_implementation="sdpa", dtype=torch.float32, local_files_only=True
+            path, config=hf_config, dtype=torch.float32, local_files_only=True
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise UserError(f"Hugging Face cannot load {path}: {error}") from None

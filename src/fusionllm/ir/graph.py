@@ -135,7 +135,7 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
         The first dimension of the first input is ``B`` in every captured graph.
         """
-        return {name: rows if name == "B" else max(1, length) for name in self.symbols}
+        return {name: rows if name == "B" else length or rows for name in self.symbols}
 
     @property
     def held(self) -> dict[str, Param | Buffer]:
