@@ -72,6 +72,30 @@ def test_a_pretrained_folder_trains_as_if_it_were_held(tmp_path, text, folder):
     assert len(more.losses) == 4 and digest(more) != before
 
 
+def test_the_export_of_a_lazy_run_never_builds_the_model(tmp_path, text, folder, monkeypatch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    whole = train(tmp_path, text, {"source": str(folder)}, "whole")
+    lazy = train(tmp_path, text, {"source": str(folder), "lazy": True}, "lazy")
+    fusionllm.export(whole.run_dir, tmp_path / "of-whole")
+    monkeypatch.setattr("fusionllm.api.weights.restore", None)
+    monkeypatch.setattr("fusionllm.store.weights.write_folder.__defaults__", (20_000,))
+    fusionllm.export(lazy.run_dir, tmp_path / "of-lazy")
+    assert len(list((tmp_path / "of-lazy").glob("model-*.safetensors"))) > 2
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / f"of-{name}") for name in ("whole", "lazy"))
+    assert type(first) is type(second) and second.dtype == torch.float32
+    assert {n: t.tolist() for n, t in first.state_dict().items()} == {
+        n: t.tolist() for n, t in second.state_dict().items()
+    }
+    assert first.generation_config == second.generation_config
+    assert {p.name for p in (tmp_path / "of-whole").iterdir()} - {p.name for p in (tmp_path / "of-lazy").iterdir()} == {
+        "model.safetensors"
+    }
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "of-lazy")
+    words = "O for a Muse of fire, Zürich\n  \t–"
+    assert tokenizer(words)["input_ids"] == list(words.encode()) and tokenizer.decode(list(words.encode())) == words
+
+
 def test_nodes_read_their_own_from_a_server_and_check_it(tmp_path, text, folder):
     expected = train(tmp_path, text, {"source": str(folder), "lazy": True}, "owner")
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from tests.kits.range_server import serving
 
 from fusionllm.errors import CheckpointError
 from fusionllm.store import ranges
+from fusionllm.store.manifest import TensorEntry
 from fusionllm.store.ranges import HttpBytes
-from fusionllm.store.tensorfile import Blob, write_tensors
-from fusionllm.store.weights import INDEX, SINGLE, WeightFolder, tensor_hash
+from fusionllm.store.tensorfile import Blob, Reading, write_tensors
+from fusionllm.store.weights import INDEX, SINGLE, WeightFolder, tensor_hash, write_folder
 
 ARRAYS = {f"layer.{i}": np.arange(i, i + 5000, dtype=np.float32).reshape(50, 100) for i in range(4)}
 
@@ -116,3 +118,24 @@ def test_what_is_missing_is_named(tmp_path):
         WeightFolder(tmp_path)
     with pytest.raises(CheckpointError, match="not an http"):
         HttpBytes("file:///etc/passwd")
+
+
+@pytest.mark.parametrize("limit", [1, 45_000, 1 << 30])
+def test_a_folder_is_written_with_one_tensor_in_memory(tmp_path, limit):
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def read(name: str) -> Blob:
+        nonlocal most
+        array = ARRAYS[name].copy()
+        alive.append(weakref.ref(array))
+        most = max(most, sum(one() is not None for one in alive))
+        return Blob("float32", array.shape, array)
+
+    specs = {name: TensorEntry(dtype="float32", shape=array.shape, file="") for name, array in ARRAYS.items()}
+    write_folder(tmp_path, specs, Reading(specs, read), limit)
+    assert most <= 2  # the one before goes when this one is written
+    found = WeightFolder(tmp_path)
+    assert len({path.name for path in tmp_path.glob("*.safetensors")}) == {1: 4, 45_000: 2, 1 << 30: 1}[limit]
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(found.read(name).numpy(), array)

@@ -27,11 +27,12 @@ from fusionllm.errors import FusionError
 from fusionllm.ir.graph import encode_graph
 from fusionllm.ir.plan import Plan
 from fusionllm.protocol import messages as m
-from fusionllm.store.checkpoint import Reading, load_checkpoint, save_checkpoint
+from fusionllm.store.checkpoint import load_checkpoint, save_checkpoint
 from fusionllm.store.manifest import CheckpointMeta
 from fusionllm.store.run_dir import RunDir
 from fusionllm.store.scratch import Scratch
 from fusionllm.store.sources import open_source
+from fusionllm.store.tensorfile import Reading
 from fusionllm.store.tokens import open_tokenizer
 from fusionllm.telemetry.events import Event, Note, StepMetrics, ValMetrics
 from fusionllm.telemetry.plot import plot_loss

@@ -15,6 +15,9 @@ from fusionllm.api.run import Progress, Run, TrainResult
 from fusionllm.errors import UserError
 from fusionllm.store.checkpoint import load_checkpoint
 from fusionllm.store.run_dir import RunDir
+from fusionllm.store.tensorfile import Reading
+from fusionllm.store.tokens import EOS_NAMES, tokenizer_json
+from fusionllm.store.weights import write_folder
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +85,9 @@ def train(
 def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> Path:
     """Write a run's checkpoint as a Hugging Face folder. The run's data is not needed.
 
+    Of a run with ``model.lazy`` one tensor is in memory at a time, whatever the model's size, unless parameters are
+    frozen: those lie in no checkpoint, and the model is built to have them.
+
     Args:
         run: the run's folder. step: which checkpoint, None for the latest.
 
@@ -89,9 +95,11 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
         UserError: no such run, a folder that is not empty, a model that is not from Hugging Face.
         CheckpointError: the checkpoint is damaged.
     """
+    import torch
+
     from fusionllm.api.weights import restore
     from fusionllm.capture.sources import resolve_model
-    from fusionllm.capture.weights import export_hf
+    from fusionllm.capture.weights import export_config, export_hf, export_tokenizer
 
     path, out = Path(run).resolve(), Path(folder)
     run_dir = RunDir.open(path.parent, path.name)
@@ -102,9 +110,19 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
     config = load_config(run_dir.config)
     base_dir = Path(config.run.base_dir)
     checkpoint = load_checkpoint(run_dir.checkpoints, step)
-    module = resolve_model(config.model, base_dir=base_dir, seed=config.run.seed).module
-    weights = {n: checkpoint.read_weight(n) for n in checkpoint.manifest.weights}
-    restore(module, weights)
-    tokenizer = base_dir / config.data.tokenizer
-    export_hf(module, out, tokenizer if tokenizer.is_file() else None)
+    specs = checkpoint.manifest.weights
+    weights = Reading(specs, checkpoint.read_weight)
+    lazy = config.model.lazy and not config.model.bottleneck.rank
+    module = resolve_model(config.model, base_dir=base_dir, seed=config.run.seed, empty=lazy).module
+    if lazy and all(n in specs and specs[n].shape == tuple(p.shape) for n, p in module.named_parameters()):
+        dtypes = [entry.dtype for entry in specs.values() if "float" in entry.dtype]
+        export_config(module, out, getattr(torch, dtypes[0]))
+        write_folder(out, specs, weights)
+    else:
+        if lazy:
+            module = resolve_model(config.model, base_dir=base_dir, seed=config.run.seed).module
+        export_hf(restore(module, weights), out)
+    text = tokenizer_json(config.data.tokenizer, base_dir)
+    if text is not None:
+        export_tokenizer(text, out, EOS_NAMES[0] if config.data.tokenizer == "bytes+eos" else None)
     return out

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,21 @@ def _for_use(module: Any) -> Iterator[None]:
             config.use_cache = value
 
 
-def export_hf(module: torch.nn.Module, folder: Path, tokenizer_file: Path | None = None) -> None:
-    """Write a Hugging Face folder; low-rank cuts that are still at work bring their own modelling file.
-
-    Raises UserError for a module that is not a Hugging Face model.
-    """
+def check_hf(module: torch.nn.Module) -> None:
+    """Raises UserError for a module that is not a Hugging Face model."""
     if getattr(module, "save_pretrained", None) is None:
         raise UserError(
             f"{type(module).__name__} is not a Hugging Face model, so no such folder can be written; its tensors lie "
             "by name in the run's checkpoints/*/ as safetensors, and fusionllm.train(...).model is the trained module"
         )
+
+
+def export_hf(module: torch.nn.Module, folder: Path) -> None:
+    """Write a Hugging Face folder; low-rank cuts that are still at work bring their own modelling file.
+
+    Raises UserError for a module that is not a Hugging Face model.
+    """
+    check_hf(module)
     plan = plan_of(module)
     if plan is not None and plan["kind"] == "learned" and not is_open(module):
         save_with_bottlenecks(module, folder)
@@ -69,11 +74,28 @@ def export_hf(module: torch.nn.Module, folder: Path, tokenizer_file: Path | None
             plain.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # as the files beside it; its writer keeps it to itself
-    if tokenizer_file is not None:
-        from transformers import PreTrainedTokenizerFast
 
-        try:
-            made: Any = PreTrainedTokenizerFast
-            made(tokenizer_file=str(tokenizer_file)).save_pretrained(folder)
-        except Exception:
-            shutil.copy(tokenizer_file, folder / "tokenizer.json")
+
+def export_config(module: torch.nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """What a Hugging Face folder has beside its weights. The module needs none, and is left as it was.
+
+    Raises UserError for a module that is not a Hugging Face model.
+    """
+    check_hf(module)
+    model: Any = module
+    with _for_use(model):
+        made = copy.deepcopy(model.config)
+        made.architectures, made.dtype = [type(model).__name__], dtype
+        made.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+
+def export_tokenizer(text: bytes, folder: Path, eos: str | None) -> None:
+    """Write a tokenizer's JSON as a Hugging Face folder has it."""
+    (folder / "tokenizer.json").write_bytes(text)
+    from transformers import PreTrainedTokenizerFast
+
+    made: Any = PreTrainedTokenizerFast
+    with suppress(Exception):  # of an unusual one: then its JSON stands alone
+        made(tokenizer_file=str(folder / "tokenizer.json"), eos_token=eos).save_pretrained(folder)

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from fusionllm.errors import CheckpointError
@@ -114,24 +114,6 @@ class Checkpoint:
         if entry is None:
             raise CheckpointError(f"{self.path}: no {what} {name!r} among its {len(index)}")
         return self._files[entry.file].read(name)
-
-
-class Reading(Mapping[str, Blob]):
-    """Tensors by name that are read when they are looked at."""
-
-    def __init__(self, names: Iterable[str], read: Callable[[str], Blob]) -> None:
-        self._names, self._read = dict.fromkeys(names), read
-
-    def __getitem__(self, name: str) -> Blob:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def save_checkpoint(

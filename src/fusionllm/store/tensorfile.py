@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,24 @@ class Blob:
         return Blob("bfloat16", self.shape, Blob.from_numpy(short).data)
 
 
+class Reading(Mapping[str, Blob]):
+    """Tensors by name that are read when they are looked at."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Blob]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> Blob:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @dataclass(frozen=True)
 class Written:
     """What a written file is: its size in bytes and the xxh3-128 hash of all of them, in hex."""
@@ -99,20 +117,30 @@ class _Place:
     num_bytes: int
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Blob]) -> Written:
+def write_tensors(path: Path, tensors: Mapping[str, Blob], metadata: Mapping[str, str] | None = None) -> Written:
     """Write a new safetensors file and flush it to the disk.
+
+    Args:
+        tensors: looked at one after the other and twice, so that those read when asked for need the memory of one.
+        metadata: texts for the header, e.g. ``{"format": "pt"}``, which some readers want.
 
     Raises:
         CheckpointError: a blob's bytes do not fit its dtype and shape, or the disk failed.
     """
     # Wide dtypes first, then by name: every tensor is aligned, and equal tensors give equal files.
-    names = sorted(tensors, key=lambda name: (-DTYPES.get(tensors[name].dtype, 0), name))
-    parts = [memoryview(_header(tensors, names)), *(_bytes_of(name, tensors[name]) for name in names)]
+    specs = {name: (blob.dtype, tuple(blob.shape)) for name, blob in tensors.items()}
+    names = sorted(tensors, key=lambda name: (-DTYPES.get(specs[name][0], 0), name))
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(_header(specs, names, metadata))
+        for name in names:
+            yield _bytes_of(name, tensors[name])
+
     digest = xxhash.xxh3_128()
     num_bytes = 0
     try:
         with path.open("xb") as file:
-            for part in parts:
+            for part in parts():
                 file.write(part)
                 digest.update(part)
                 num_bytes += len(part)
@@ -125,15 +153,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Blob]) -> Written:
     return Written(num_bytes, digest.hexdigest())
 
 
-def _header(tensors: Mapping[str, Blob], names: list[str]) -> bytes:
-    entries: dict[str, Any] = {}
+def _header(
+    specs: Mapping[str, tuple[str, tuple[int, ...]]], names: list[str], metadata: Mapping[str, str] | None
+) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name in names:
-        blob = tensors[name]
-        if blob.dtype not in DTYPES or name == "__metadata__":
-            raise CheckpointError(f"tensor {name!r} of dtype {blob.dtype!r} cannot be stored")
-        end = offset + blob.num_bytes
-        entries[name] = {"dtype": FILE_DTYPES[blob.dtype], "shape": blob.shape, "data_offsets": (offset, end)}
+        dtype, shape = specs[name]
+        if dtype not in DTYPES or name == "__metadata__":
+            raise CheckpointError(f"tensor {name!r} of dtype {dtype!r} cannot be stored")
+        end = offset + math.prod(shape) * DTYPES[dtype]
+        entries[name] = {"dtype": FILE_DTYPES[dtype], "shape": shape, "data_offsets": (offset, end)}
         offset = end
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)

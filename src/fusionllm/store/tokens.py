@@ -61,6 +61,33 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
 
 
+def byte_tokenizer_json(*, with_eos: bool) -> bytes:
+    """`ByteTokenizer` as a file of the ``tokenizers`` library: its byte-level alphabet, id by byte, and no merges."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the alphabet of GPT-2: printable bytes stand as is
+    others = (byte for byte in range(256) if byte not in shown)
+    letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + k) for k, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    eos = {
+        "id": 256, "content": EOS_NAMES[0], "single_word": False, "lstrip": False, "rstrip": False,
+        "normalized": False, "special": True,
+    }  # fmt: skip
+    model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
+    whole = {
+        "version": "1.0", "added_tokens": [eos] if with_eos else [], "normalizer": None, "pre_tokenizer": level,
+        "post_processor": None, "decoder": level, "model": model,
+    }  # fmt: skip
+    return msgspec.json.encode(whole)
+
+
+def tokenizer_json(name: str, base_dir: Path) -> bytes | None:
+    """The tokenizers JSON of a tokenizer that `open_tokenizer` knows; None for one that lies on a hub."""
+    if name in ("bytes", "bytes+eos"):
+        return byte_tokenizer_json(with_eos=name != "bytes")
+    path = base_dir / Path(name).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    return file.read_bytes() if file.is_file() else None
+
+
 class JsonTokenizer:
     """A tokenizer of the ``tokenizers`` library; its own truncation and padding are switched off."""
 

@@ -7,19 +7,27 @@ tensor is; that is how model hubs keep them. Nothing is loaded whole. On the pat
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from fusionllm.errors import CheckpointError
+from fusionllm.ir.tensor import DTYPES
+from fusionllm.store.manifest import TensorEntry
 from fusionllm.store.ranges import ByteSource, FileBytes, HttpBytes, NoSuchFile
-from fusionllm.store.tensorfile import Blob, TensorFile
+from fusionllm.store.tensorfile import Blob, Reading, TensorFile, write_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_INDEX_NUM_BYTES = 64 << 20
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+
+
+#: Size of a file of a written folder, as far as its tensors allow.
+SHARD_NUM_BYTES = 2 << 30
 
 
 class _Index(msgspec.Struct):
@@ -91,6 +99,36 @@ class WeightFolder:
             return msgspec.json.decode(data, type=_Index).weight_map
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise CheckpointError(f"{source.name} is not an index of tensors: {error}") from None
+
+
+def write_folder(
+    folder: Path, specs: Mapping[str, TensorEntry], tensors: Mapping[str, Blob], shard_num_bytes: int = SHARD_NUM_BYTES
+) -> None:
+    """Write tensors as a hub keeps them, one in memory at a time: one file, or several with their index.
+
+    Args:
+        specs: what the tensors are, in the order of the files.
+
+    Raises:
+        CheckpointError: the disk failed.
+    """
+    sizes = {name: math.prod(entry.shape) * DTYPES[entry.dtype] for name, entry in specs.items()}
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > shard_num_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    count = len(shards)
+    files = [SINGLE] if count == 1 else [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
+    for file, names in zip(files, shards):
+        write_tensors(folder / file, Reading(names, tensors.__getitem__), {"format": "pt"})
+    if count > 1:
+        weight_map = {name: file for file, names in zip(files, shards) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / INDEX).write_bytes(msgspec.json.format(msgspec.json.encode(index)))
 
 
 def tensor_hash(blob: Blob) -> str:
