@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from benchmarks.coded import CodedPipeline
 from torch import nn
 
 from fusionllm.capture.export import capture_module
@@ -167,6 +168,42 @@ def test_hooks_on_a_forward_are_part_of_the_model():
         stage.load(name, tensor)
     found = stage.forward(0, 0, inputs)[captured.graph.outputs[0]].item()
     assert found == model(**inputs).item() != before
+
+
+class Repeated(nn.Module):
+    """One weight used several times in each of two stages."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(3)) / 4)
+        self.before, self.after = before, after
+
+    def forward(self, x):
+        for _ in range(self.before + self.after):
+            x = torch.tanh(x @ self.w)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (2, 1), (3, 3)])
+def test_a_weight_used_again_and_again_in_two_stages(before, after):
+    """Equal bit for bit where the first stage uses it once; else its sum is in another order, some roundings off."""
+    model = Repeated(before, after)
+    halves = [torch.randn(4, 16, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    captured = capture_module(model, {"x": halves[0]})
+    sgd = OptimConfig(name="sgd", lr=1.0, schedule="constant")
+    pipeline = CodedPipeline(captured, sgd, 1, [2 * before])  # a matmul and a tanh each
+    assert all("w" in stage.graph.params for stage in pipeline.stages)
+    uses = [sum(op.name == "aten.matmul.default" for op in stage.graph.ops) for stage in pipeline.stages]
+    assert uses == [before, after]
+    pipeline.train_step(0, [{"x": half.numpy()} for half in halves])
+    for half in halves:
+        (model(half) * 0.5).backward()
+    gradient = model.w.grad.clone()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    found = pipeline.state()["w"]
+    if before == 1:
+        assert torch.equal(found, model.w)
+    assert (found - model.w).abs().max() <= 4 * 2**-24 * max(gradient.abs().max(), model.w.abs().max())
 
 
 class Normed(nn.Module):

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import fusionllm
 from fusionllm.cli.main import app
+from fusionllm.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "examples" / "data" / "shakespeare.txt"
@@ -254,3 +256,22 @@ def test_what_is_no_model_is_refused_by_its_type(model):
 
     with pytest.raises(UserError, match=f"model is a {type(model).__name__}"):
         fusionllm.train(model, "book.txt", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"source": "absent"}, "no such folder or file"),
+        ({"source": "absent.json"}, "no such folder or file"),
+        ({"source": "python:x"}, "python:MODULE:FUNCTION"),
+        ({"source": "gpt2", "init": "pretrained"}, r"no \.safetensors"),
+        ({"source": "gpt2", "config": {"n_positions": 8}}, "data.seq_len is 16, the model's context is 8"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_before_anything_is_started(tmp_path, monkeypatch, model, words):
+    monkeypatch.setattr("fusionllm.api.run.LocalCluster", None)
+    text = tmp_path / "text.txt"
+    text.write_text("word " * 100)
+    with pytest.raises(UserError, match=words):
+        fusionllm.train(model, str(text), seq_len=16, run={"root": str(tmp_path / "runs")}, base_dir=tmp_path)
+    assert not (tmp_path / "runs").exists()

@@ -25,7 +25,8 @@ def train(tmp_path, precision: str, **options):
     numbers = np.random.default_rng(0)
     xs = numbers.normal(size=(256, 16)).astype("float32")
     rows = [{"x": x, "y": np.int64(np.argmax(x[:4]))} for x in xs]
-    base = {"steps": 12, "nodes": 2, "global_batch": 32, "microbatch_size": 16, "lr": 1e-2, "threads": 1}
+    base = {"steps": 12, "nodes": 2, "global_batch": 32, "microbatch_size": 16, "threads": 1}
+    base |= {} if "optimizer" in options else {"lr": 1e-2}
     run = {"root": str(tmp_path), "name": precision}
     return fusionllm.train(Net(), rows, run=run, plot=False, precision=precision, **(base | options))
 
@@ -47,6 +48,19 @@ def test_a_shorter_type_learns_nearly_as_much(tmp_path, whole, precision):
     assert {entry.dtype for entry in checkpoint.manifest.weights.values()} == {dtype}
     masters = {n for n in checkpoint.manifest.optimizer if n.startswith("master/")}
     assert len(masters) == (len(checkpoint.manifest.weights) if precision == "bfloat16-weights" else 0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16-weights"])
+def test_state_kept_off_the_device_changes_nothing(tmp_path, precision):
+    own, off = (
+        train(tmp_path / place, precision, optimizer={"lr": 1e-2, "offload": place == "off"})
+        for place in ("own", "off")
+    )
+    assert off.losses == own.losses
+    first, second = (load_checkpoint(run.run_dir / "checkpoints") for run in (own, off))
+    assert first.manifest.optimizer == second.manifest.optimizer
+    for name in first.manifest.optimizer:
+        assert bytes(first.read_optimizer(name).data) == bytes(second.read_optimizer(name).data)
 
 
 def test_memory_is_estimated_and_measured_per_node(whole):

@@ -16,7 +16,7 @@ from fusionllm.api.config import RunConfig
 from fusionllm.api.lazy import LazyWeights
 from fusionllm.api.weights import restore, to_blobs
 from fusionllm.capture.export import Captured, capture_module
-from fusionllm.capture.options import ARCHITECTURES
+from fusionllm.capture.options import ARCHITECTURES, check_context
 from fusionllm.capture.sources import Source, resolve_model
 from fusionllm.compute import OptimConfig, resolve_groups
 from fusionllm.compute.optim import Optimizer
@@ -113,16 +113,12 @@ def open_model(
         raise UserError("model.lazy is for a model named by model.source; the one given is built already")
     source = resolve_model(model, base_dir=base_dir, seed=config.run.seed, module=module, empty=model.lazy)
     if dataset.vocab_size:
-        _check_limits(source, dataset.vocab_size, config.data.seq_len)
+        check_context(config.data.seq_len, source.max_seq_len)
+        _check_vocabulary(source, dataset.vocab_size)
     return config, dataset, source
 
 
-def _check_limits(source: Source, vocab_size: int, seq_len: int) -> None:
-    if source.max_seq_len is not None and seq_len > source.max_seq_len:
-        raise UserError(
-            f"data.seq_len is {seq_len}, the model's context is {source.max_seq_len} tokens; "
-            f"set data.seq_len to at most {source.max_seq_len} or give the model a longer context"
-        )
+def _check_vocabulary(source: Source, vocab_size: int) -> None:
     if source.vocab_size is not None and vocab_size > source.vocab_size:
         raise UserError(
             f"the tokenizer has {vocab_size} ids, the model's vocabulary {source.vocab_size}; "

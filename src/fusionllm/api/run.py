@@ -22,6 +22,7 @@ from fusionllm.api.local import LocalCluster
 from fusionllm.api.memory import estimated_bytes
 from fusionllm.api.owner import OwnerLink
 from fusionllm.api.trainer import State, Trainer
+from fusionllm.capture.options import check_context, check_source, written_context
 from fusionllm.compute import ComputeOptions
 from fusionllm.errors import FusionError
 from fusionllm.ir.graph import encode_graph
@@ -73,14 +74,19 @@ class TrainResult:
         return [event.loss for event in self.history if isinstance(event, StepMetrics)]
 
 
-def check_files(config: RunConfig, base_dir: Path) -> None:
-    """Refuse a data file or tokenizer that is not there, before any process is started. Raises UserError."""
+def check_files(config: RunConfig, base_dir: Path, named_model: bool) -> None:
+    """Refuse a data file or tokenizer that is not there, and text too long for a model that the config names.
+
+    All that is known without torch and without reading the data, before any process is started. Raises UserError.
+    """
     data = config.data
     is_path = not data.source.startswith(("hf:", "python:"))
     if is_path and not (data.source and (base_dir / Path(data.source).expanduser()).exists()):
         open_source(data.source, text_column=data.text_column, split=data.split, base_dir=base_dir)
     if data.tokenizer.endswith(".json") and not (base_dir / data.tokenizer).exists():
         open_tokenizer(data.tokenizer, base_dir)
+    if is_path and named_model:
+        check_context(data.seq_len, written_context(config.model, base_dir))
 
 
 def describe_plan(planned: m.Planned) -> list[str]:
@@ -118,8 +124,10 @@ class Run:
 
     def run(self) -> TrainResult:
         config = self._config
+        if self._module is None:
+            check_source(config.model, self._base_dir)
         if self._obj is None:
-            check_files(config, self._base_dir)
+            check_files(config, self._base_dir, self._module is None)
         root = Path(config.run.root)
         root_is_new = not root.exists()
         run_dir = RunDir.create(root, config.run.name or None, config.run.resume)

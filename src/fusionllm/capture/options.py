@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from fusionllm.errors import UserError
+
 #: Architectures by name, shaped by ``ModelConfig.config``.
 ARCHITECTURES = ("gpt2", "llama")
+_FORMS = "gpt2, llama, a Hugging Face folder, a config.json, or python:MODULE:FUNCTION"
+#: Names of a config's key for the longest sequence.
+CONTEXTS = ("max_position_embeddings", "n_positions")
 
 
 class BottleneckConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,3 +61,38 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mirrors: tuple[str, ...] = ()
     allow_ops: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
+
+
+def check_source(config: ModelConfig, base_dir: Path) -> None:
+    """Whether there is such a model, as far as a look at the disk tells. Raises UserError."""
+    name, path = config.source, base_dir / config.source
+    is_config = path.suffix == ".json" and path.is_file()
+    if name.startswith("python:"):
+        if len(name.split(":")) != 3 or not all(name.split(":")):
+            raise UserError(f"model.source is {name!r}; write it like python:MODULE:FUNCTION")
+    elif name not in ARCHITECTURES and not (path / "config.json").is_file() and not is_config:
+        raise UserError(f"model.source is {name!r}; there is no such folder or file under {base_dir}; use {_FORMS}")
+    brings_weights = name.startswith("python:") and not config.lazy
+    if config.init == "pretrained" and not brings_weights and not any(path.glob("*.safetensors")):
+        raise UserError(f"model.init is 'pretrained', and {path} has no .safetensors file")
+
+
+def check_context(seq_len: int, context: int | None) -> None:
+    """Raises UserError for sequences longer than a model takes."""
+    if context is not None and seq_len > context:
+        raise UserError(
+            f"data.seq_len is {seq_len}, the model's context is {context} tokens; "
+            f"set data.seq_len to at most {context} or give the model a longer context"
+        )
+
+
+def written_context(config: ModelConfig, base_dir: Path) -> int | None:
+    """The longest sequence that the model's config says it takes, without building it; None where none is written."""
+    path = base_dir / config.source
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and file.suffix == ".json" else {}
+    except ValueError:
+        return None  # whoever builds the model says what is wrong with it
+    whole = {**(raw if isinstance(raw, dict) else {}), **config.config}
+    return next((whole[key] for key in CONTEXTS if isinstance(whole.get(key), int)), None)

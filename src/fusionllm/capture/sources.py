@@ -21,11 +21,9 @@ import torch
 
 from fusionllm.capture import bottleneck
 from fusionllm.capture.inits import recorded
-from fusionllm.capture.options import ARCHITECTURES, BottleneckConfig, ModelConfig
+from fusionllm.capture.options import ARCHITECTURES, CONTEXTS, BottleneckConfig, ModelConfig, check_source
 from fusionllm.errors import UserError
 from fusionllm.ir.init import Init
-
-_FORMS = "gpt2, llama, a Hugging Face folder, a config.json, or python:MODULE:FUNCTION"
 
 
 @dataclass
@@ -93,7 +91,7 @@ def _given(module: torch.nn.Module) -> Source:
 
 
 def _with_limits(source: Source, hf_config: Any) -> Source:
-    for name in ("max_position_embeddings", "n_positions"):
+    for name in CONTEXTS:
         if isinstance(getattr(hf_config, name, None), int):
             source.max_seq_len = getattr(hf_config, name)
             break
@@ -104,24 +102,22 @@ def _with_limits(source: Source, hf_config: Any) -> Source:
 
 def _build(config: ModelConfig, base_dir: Path) -> Source:
     name = config.source
+    check_source(config, base_dir)
     if name.startswith("python:"):
         return _from_python(name, base_dir)
     if name in ARCHITECTURES:
         return _from_config(_architecture(name, config.config))
     path = base_dir / name
-    if path.is_dir() and (path / "config.json").is_file():
+    if path.is_dir():
         return _from_folder(path, config)
-    if path.is_file() and path.suffix == ".json":
-        return _from_config(_read_config(path, config.config))
-    raise UserError(f"model.source is {name!r}; there is no such folder or file under {base_dir}; use {_FORMS}")
+    return _from_config(_read_config(path, config.config))
 
 
 def _build_empty(config: ModelConfig, base_dir: Path) -> Source:
     """The model without weights, and where they come from."""
     folder = base_dir / config.source
     has_weights = folder.is_dir() and any(folder.glob("*.safetensors"))
-    if config.init == "pretrained" and not has_weights:
-        raise UserError(f"model.init is 'pretrained', and {folder} has no .safetensors file")
+    check_source(config, base_dir)
     with recorded() as inits:
         source = _build(msgspec.structs.replace(config, init="random"), base_dir)
         if config.bottleneck.rank:
@@ -190,8 +186,6 @@ def _from_folder(path: Path, config: ModelConfig) -> Source:
     from transformers import AutoModelForCausalLM
 
     has_weights = any(path.glob("*.safetensors"))
-    if config.init == "pretrained" and not has_weights:
-        raise UserError(f"model.init is 'pretrained', and {path} has no .safetensors file")
     hf_config = _read_config(path / "config.json", config.config)
     if config.init == "random" or not has_weights:
         return _from_config(hf_config)
@@ -214,8 +208,6 @@ def _from_folder(path: Path, config: ModelConfig) -> Source:
 
 def _from_python(name: str, base_dir: Path) -> Source:
     parts = name.split(":")
-    if len(parts) != 3 or not all(parts):
-        raise UserError(f"model.source is {name!r}; write it like python:MODULE:FUNCTION")
     with _importable(base_dir):
         try:
             module = importlib.import_module(parts[1])
