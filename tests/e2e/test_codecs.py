@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 from benchmarks.coded import losses_in_one_process
 
 import fusionllm
 from fusionllm.api.config import RunConfig, build_config
-from fusionllm.telemetry.events import StepMetrics
+from fusionllm.store.checkpoint import list_checkpoints, load_checkpoint
+from fusionllm.telemetry.events import Note, StepMetrics
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
 
@@ -65,3 +68,48 @@ def test_the_last_steps_travel_dense_when_asked(tmp_path):
 def test_links_inside_a_fence_stay_dense_by_default(tmp_path, dense):
     config = config_of(tmp_path, forward="hadamard", backward="hadamard")
     assert fusionllm.train(config=config).losses == dense.losses
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        ("klt-ec:rate=2", "tangent:bits=8(klt-ec:rate=2)"),
+        ("outlier:channels=2", "klt"),
+        ("hadamard", "tangent(hadamard)"),
+    ],
+)
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path, forward, backward):
+    config = config_of(tmp_path, forward=forward, backward=backward, links="all")
+    config = msgspec.structs.replace(
+        config,
+        run=msgspec.structs.replace(config.run, name="whole"),
+        train=msgspec.structs.replace(config.train, checkpoint_every=3, eval_every=2, keep_checkpoints=3),
+    )
+    whole = fusionllm.train(config=config)
+    cut = tmp_path / "cut"
+    shutil.copytree(whole.run_dir, cut)
+    checkpoints = cut / "checkpoints"
+    shutil.rmtree(dict(list_checkpoints(checkpoints))[5])
+    carried = load_checkpoint(checkpoints).manifest.codecs
+    assert ("hadamard" in forward) or any("/send/activation/1/" in key for key in carried)
+    config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name="cut", resume=True))
+    again = fusionllm.train(config=config)
+    assert again.losses == whole.losses[3:] and again.summary.val_coded_loss == whole.summary.val_coded_loss
+    kept, remade = (load_checkpoint(r.run_dir / "checkpoints") for r in (whole, again))
+    assert remade.manifest.files == kept.manifest.files
+
+
+def test_codecs_begin_anew_where_others_are_asked_for(tmp_path):
+    config = config_of(tmp_path, forward="klt", backward="klt", links="all")
+    named = msgspec.structs.replace(config.run, name="job")
+    fusionllm.train(config=msgspec.structs.replace(config, run=named))
+    notes: list[object] = []
+    config = msgspec.structs.replace(
+        config,
+        run=msgspec.structs.replace(named, resume=True),
+        train=msgspec.structs.replace(config.train, steps=6),
+        compression=msgspec.structs.replace(config.compression, forward="outlier:channels=2"),
+    )
+    result = fusionllm.train(config=config, progress=notes.append)
+    assert len(result.losses) == 1
+    assert [n.text for n in notes if isinstance(n, Note) and n.kind == "codecs"]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fusionllm.compute.wire import dtype_name
 from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.codec import IDENTITY, parse_codec, wire_num_bytes
-from fusionllm.node.codecs import StageCodecs, check_payload
+from fusionllm.node.codecs import StageCodecs, check_payload, parse_state_key
+from fusionllm.node.guard import FIRST, STRIKES
 from fusionllm.protocol.messages import LinkCodecs, TensorHeader
 
 LINK = LinkCodecs("hadamard", "tangent(hadamard:bits=2)")
@@ -47,6 +48,59 @@ def test_gradients_find_their_activation_whatever_the_order_of_microbatches(rows
         if codec == LINK.backward:  # its component along the activation came through, up to float16
             kept = (decoded * activations[index]).sum(1)
             assert torch.allclose(kept, (gradient * seen[index]).sum(1), atol=2e-2 * width)
+
+
+def restored(codecs: StageCodecs, links: dict[int, LinkCodecs]) -> StageCodecs:
+    """Another one with its state, as a checkpoint brings it."""
+    other = StageCodecs(links)
+    for key, tensor in codecs.state().items():
+        data = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        other.load(key, dtype_name(tensor), tuple(tensor.shape), data)
+    return other
+
+
+@pytest.mark.parametrize("codec", ["klt:rate=2", "klt-ec:rate=2", "outlier:channels=2"])
+def test_state_brought_back_sends_the_same_and_reads_it(codec):
+    link = LinkCodecs(codec, f"tangent({codec})")
+    first, second = StageCodecs({1: link}), StageCodecs({0: link})
+    torch.manual_seed(1)
+    mixing = torch.randn(16, 16)
+
+    def exchange(first: StageCodecs, second: StageCodecs, index: int, x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for kind, a, b, to in (("activation", first, second, 1), ("gradient", second, first, 0)):
+            spec, payload = a.encode(kind, to, index, 0, "v", x)
+            head = header(kind, x, spec, seq=index)
+            found.append(b.decode(1 - to, head, bytearray(b"".join(payload))))
+        return found
+
+    xs = [torch.randn(64, 16) @ mixing for _ in range(7)]
+    for index, x in enumerate(xs[:4]):
+        exchange(first, second, index, x)
+    again = restored(first, {1: link}), restored(second, {0: link})
+    for index, x in enumerate(xs[4:], 4):
+        a, b = exchange(first, second, index, x), exchange(*again, index, x)
+        assert all(map(torch.equal, a, b))
+    fresh = exchange(StageCodecs({1: link}), StageCodecs({0: link}), 9, xs[6])
+    assert not torch.equal(fresh[0], a[0])
+
+
+def test_a_way_given_up_stays_given_up():
+    first, _ = ends()
+    for error in [0.02] * FIRST + [0.5] * STRIKES:
+        first.guard.wants(("activation", 1))
+        first.guard.note(("activation", 1), error)
+    again = restored(first, {1: LINK})
+    assert again.guard.is_dense(("activation", 1)) and again.guard.state() == first.guard.state()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "send/activation/1/v/klt", "keep/activation/1/v/klt/x", "send/weight/1/v/klt/x", "send/gradient/-1/v/k/x"],
+)
+def test_a_key_that_names_no_state_is_refused(key):
+    with pytest.raises(RemoteProtocolError, match="names no state"):
+        parse_state_key(key)
 
 
 def test_dense_may_step_in_for_any_message():

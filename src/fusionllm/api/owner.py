@@ -228,7 +228,7 @@ class OwnerLink:
 
     def _admit(self, peer: str, meta: bytes, num_bytes: int) -> None:
         header = m.decode_header(bytes(meta))
-        if peer not in self._stage_of or header.kind not in ("output", "weight", "optimizer", "done", "want"):
+        if peer not in self._stage_of or header.kind not in ("output", "weight", "optimizer", "codec", "done", "want"):
             raise RemoteProtocolError(f"{peer} sent an unexpected {header.kind}")
         limit = {"output": 64, "done": 64, "want": m.MAX_OFFER_BYTES}.get(header.kind, num_bytes)
         if num_bytes > limit:

@@ -112,6 +112,7 @@ class Run:
         self._interrupt, self._told_stopping = Interrupt(), False
         self._predicted_step_s = 0.0
         self._peak_bytes: dict[str, int] = {}
+        self._codecs_layout: Any = None
 
     def _progress(self, event: Any) -> None:
         """Tell whoever listens. One that cannot hear any more, a closed pipe or a full disk, ends the run in order."""
@@ -147,6 +148,10 @@ class Run:
                 link.open()
                 trainer, plan = self._submit(job, link)
                 offers = state.weights.offer if isinstance(state.weights, LazyWeights) else None
+                if state.codecs and self._codecs_layout != trainer.layout:
+                    text = "the links or their codecs are others than in the checkpoint; codecs begin anew"
+                    self._progress(Note(step=first_step, kind="codecs", text=text))
+                    state.codecs = {}
                 trainer.send_state(state, offers)
                 training = True
                 run_dir.write_config(dump_config(job.config))
@@ -200,7 +205,11 @@ class Run:
         self._history = (
             [e for e in read_events(run_dir.metrics) if e.step <= manifest.step] if run_dir.metrics.exists() else []
         )
-        return State(weights, Reading(manifest.optimizer, checkpoint.read_optimizer)), manifest.step
+        self._codecs_layout = manifest.meta.extra.get("codecs")
+        optimizer, codecs = manifest.optimizer, manifest.codecs
+        return State(
+            weights, Reading(optimizer, checkpoint.read_optimizer), Reading(codecs, checkpoint.read_codec)
+        ), manifest.step
 
     def _submit(self, job: Job, link: OwnerLink) -> tuple[Trainer, Plan]:
         config = self._config
@@ -320,10 +329,12 @@ class Run:
             data_step=step,
             data_fingerprint=job.dataset.fingerprint,
             aliases={alias: name for name, p in graph.params.items() for alias in p.aliases},
+            extra={"codecs": trainer.layout} if state.codecs else {},
         )
         path = save_checkpoint(
-            run_dir.checkpoints, step, weights, state.optimizer, meta, keep_last=job.config.train.keep_checkpoints
-        )
+            run_dir.checkpoints, step, weights, state.optimizer, meta, codecs=state.codecs,
+            keep_last=job.config.train.keep_checkpoints,
+        )  # fmt: skip
         if scratch is not None:
             scratch.close()
         self._progress(Note(step=step, kind="checkpoint", text=str(path)))

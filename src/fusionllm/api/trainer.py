@@ -26,10 +26,11 @@ NO_NEWS_S = 600.0
 
 
 class State(msgspec.Struct):
-    """What a run is: weights and optimizer tensors by name."""
+    """What a run is: weights and optimizer tensors by name, tensors of the links' codecs by ``STAGE/NAME``."""
 
     weights: Mapping[str, Blob]
     optimizer: Mapping[str, Blob]
+    codecs: Mapping[str, Blob] = {}
 
 
 class _Step(msgspec.Struct):
@@ -93,12 +94,23 @@ class Trainer:
 
     # weights
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Where the model is cut and the codecs of the links, by stage: what codecs' state belongs to."""
+        plan = self._planned.plan
+        index = {stage.node: str(k) for k, stage in enumerate(plan.stages)}
+        links = {"->".join(index[n] for n in link.split("->")): c for link, c in self._planned.codecs.items()}
+        return {"boundaries": list(plan.boundaries), "links": {k: [c.forward, c.backward] for k, c in links.items()}}
+
     def send_state(self, state: State, offer: Callable[[Sequence[str]], m.WeightOffer] | None = None) -> None:
         """Give every stage its tensors, the optimizer's first; then wait until all hold theirs.
 
         Args:
             offer: what stages may get without us, for the tensors of one; they are sent what they still want.
         """
+        for key in state.codecs:
+            index, _, name = key.partition("/")
+            self._send_blob(int(index), "codec", name, state.codecs[key])
         for stage_index, names in enumerate(self._planned.tensors):
             wanted = set(names)
             for key in state.optimizer:
@@ -135,20 +147,22 @@ class Trainer:
             self._link.send(stage_index, header, b"", m.Priority.STATE)
         weights: dict[str, Blob] = {}
         optimizer: dict[str, Blob] = {}
+        codecs: dict[str, Blob] = {}
         waiting = set(range(self._planned.plan.num_stages))
         while waiting:
             event = self._link.next_event(NO_NEWS_S, f"the weights of stages {sorted(waiting)}")
-            if not isinstance(event, Received) or event.header.kind not in ("weight", "optimizer", "done"):
+            if not isinstance(event, Received) or event.header.kind not in ("weight", "optimizer", "codec", "done"):
                 raise RemoteProtocolError(f"unexpected {event!r:.80} while reading the weights")
             header = event.header
             if header.kind == "done":
                 waiting.discard(event.stage_index)
                 continue
-            target = weights if header.kind == "weight" else optimizer
-            if header.key not in target:
+            target = {"weight": weights, "optimizer": optimizer, "codec": codecs}[header.kind]
+            key = f"{event.stage_index}/{header.key}" if header.kind == "codec" else header.key
+            if key not in target:
                 blob = Blob(header.dtype, header.shape, event.payload)
-                target[header.key] = blob if scratch is None else scratch.put(blob)
-        return State(weights, optimizer)
+                target[key] = blob if scratch is None else scratch.put(blob)
+        return State(weights, optimizer, codecs)
 
     def _send_blob(self, stage_index: int, kind: m.TensorKind, key: str, blob: Blob) -> None:
         header = m.TensorHeader(kind, self._planned.job, 0, -1, key, blob.dtype, tuple(blob.shape))

@@ -2,6 +2,7 @@
 
 A link is a pair of stages. Its forward codec is for activations, its backward codec for gradients; `ir.codec.fit_codec`
 says, from facts both ends have, what really travels. A message names its codec, so that dense may step in at any time.
+What encoders and decoders carry from message to message is part of a checkpoint: ``END/KIND/STAGE/VALUE/CODEC/TENSOR``.
 Dense needs no framework but the stage's own; `compress`, and with it torch, is imported where a link really compresses.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusionllm.compute import load_backend
 from fusionllm.compute.backend import Array
@@ -26,6 +27,26 @@ if TYPE_CHECKING:
     from fusionllm import compress
 
 _DENSE = str(IDENTITY)
+_ENDS = ("send", "sent", "received", "guard")
+
+
+class Place(NamedTuple):
+    """Whose messages: the kind, the other stage, the value and the codec, as text."""
+
+    kind: str
+    stage: int
+    value: str
+    codec: str
+
+
+def parse_state_key(key: str) -> tuple[str, Place, str]:
+    """(end, place, tensor) of a codec's tensor in a checkpoint. Raises RemoteProtocolError."""
+    end, *parts = key.split("/")
+    known = end in _ENDS and len(parts) == 5 and parts[0] in ("activation", "gradient")
+    if not known or not parts[1].isdecimal() or len(parts[1]) > 6:
+        raise RemoteProtocolError(f"{key[:80]!r} names no state of a codec")
+    kind, stage, value, codec, tensor = parts
+    return end, Place(kind, int(stage), value, codec), tensor
 
 
 def link_spec(kind: str, link: m.LinkCodecs | None, shape: tuple[int, ...], dtype: str) -> CodecSpec:
@@ -66,10 +87,12 @@ class StageCodecs:
         self._links = links
         self._backend, self._is_torch = load_backend(backend), backend == "torch"
         self.guard = Guard()
-        # what the receiver of our messages remembers of them
-        self._sent_memories: dict[tuple[str, int, str, str], Mapping[str, torch.Tensor]] = {}
-        self._states: dict[tuple[str, int, str, str], compress.CodecState] = {}
-        self._memories: dict[tuple[str, int, str], Mapping[str, torch.Tensor]] = {}
+        self._states: dict[Place, compress.CodecState] = {}
+        # states of a checkpoint whose first message is still to come
+        self._stored: dict[Place, Mapping[str, torch.Tensor]] = {}
+        # what the receiver of our messages remembers of them, and what we do of those we received
+        self._sent_memories: dict[Place, Mapping[str, torch.Tensor]] = {}
+        self._memories: dict[Place, Mapping[str, torch.Tensor]] = {}
         # (seq, microbatch, value, other stage) -> the forward message as this end has it, for its gradient's codec
         self._references: dict[tuple[int, int, str, int], compress.Reference] = {}
 
@@ -89,32 +112,33 @@ class StageCodecs:
             return str(spec), payload
         tensor = array if self._is_torch else load_backend("torch").from_buffer(payload[0], dtype, shape)
         if spec != IDENTITY:
-            spec, payload = self._compress((kind, stage, key, str(spec)), spec, tensor, reference)
+            spec, payload = self._compress(Place(kind, stage, key, str(spec)), spec, tensor, reference)
         if wanted:
             self._references[place] = self._reference(tensor, spec, payload)
         return str(spec), payload
 
     def _compress(
-        self, name: tuple[str, int, str, str], spec: CodecSpec, tensor: torch.Tensor,
-        reference: compress.Reference | None,
+        self, name: Place, spec: CodecSpec, tensor: torch.Tensor, reference: compress.Reference | None
     ) -> tuple[CodecSpec, list[Any]]:  # fmt: skip
         from fusionllm import compress
 
         shape = tuple(tensor.shape)
-        state = replace(self._states.get(name) or compress.init(spec, shape, dtype_name(tensor)), shape=shape)
+        state = self._states.get(name) or compress.init(spec, shape, dtype_name(tensor))
+        if name in self._stored:
+            state = state.load_state_dict(self._stored.pop(name))
+        state = replace(state, shape=shape)
         spec, payload, self._states[name] = compress.encode_or_dense(tensor, state, reference=reference)
         if spec != IDENTITY:
             self._look_at(name, tensor, spec, payload, reference or compress.Reference())
         return spec, list(payload)
 
     def _look_at(
-        self, name: tuple[str, int, str, str], tensor: torch.Tensor, spec: CodecSpec, payload: list[Any],
-        reference: compress.Reference,
+        self, name: Place, tensor: torch.Tensor, spec: CodecSpec, payload: list[Any], reference: compress.Reference
     ) -> None:  # fmt: skip
         """Keep up with what the receiver remembers; on a sample compare what it will have with what we have."""
         from fusionllm import compress
 
-        shape, dtype, way = tuple(tensor.shape), dtype_name(tensor), name[:2]
+        shape, dtype, way = tuple(tensor.shape), dtype_name(tensor), (name.kind, name.stage)
         memory = compress.remember(payload, spec, shape, dtype, self._sent_memories.get(name, {}))
         self._sent_memories[name] = memory
         if self.guard.wants(way):
@@ -147,13 +171,37 @@ class StageCodecs:
     ) -> torch.Tensor:  # fmt: skip
         from fusionllm import compress
 
-        name = (header.kind, source, header.key)
+        name = Place(header.kind, source, header.key, str(spec))
         memory = compress.remember(payload, spec, header.shape, header.dtype, self._memories.get(name, {}))
         self._memories[name] = memory
         held = replace(reference or compress.Reference(), memory=memory)
         if reference is None and spec.needs_reference:
             raise RemoteProtocolError(f"gradient of {header.key!r} by {spec} without its activation")
         return compress.decode(payload, spec, header.shape, header.dtype, reference=held)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps, by keys that `parse_state_key` reads; between steps only."""
+        states = {place: state.tensors for place, state in self._states.items()}
+        ends = {"send": {**self._stored, **states}, "sent": self._sent_memories, "received": self._memories}
+        found = {
+            "/".join((end, *map(str, place), name)): tensor
+            for end, places in ends.items() for place, tensors in places.items() for name, tensor in tensors.items()
+        }  # fmt: skip
+        for (kind, stage), looks in self.guard.state().items():
+            import torch
+
+            found[f"guard/{kind}/{stage}///looks"] = torch.tensor(looks, dtype=torch.float64)
+        return found
+
+    def load(self, key: str, dtype: str, shape: tuple[int, ...], payload: bytearray) -> None:
+        """Take a tensor that `state` gave. Raises RemoteProtocolError."""
+        end, place, name = parse_state_key(key)
+        tensor = load_backend("torch").from_buffer(payload, dtype, shape)
+        if end == "guard":
+            self.guard.load((place.kind, place.stage), tensor.flatten().tolist())
+            return
+        places = {"send": self._stored, "sent": self._sent_memories, "received": self._memories}[end]
+        places[place] = {**places.get(place, {}), name: tensor}
 
     def finish(self, seq: int) -> None:
         """A step is over: forget what its messages left."""

@@ -5,12 +5,14 @@ Called in the loop's thread; reads what the assignment says and changes nothing.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from fusionllm.errors import GraphError, RemoteProtocolError
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.tensor import FLOATS, TensorSpec, bind_batch
-from fusionllm.node.codecs import check_payload
+from fusionllm.node.codecs import check_payload, parse_state_key
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.stage import OWNER
 
@@ -30,6 +32,9 @@ class Door:
             if source != OWNER or num_bytes > (m.MAX_OFFER_BYTES if header.kind == "offer" else MAX_ORDER_BYTES):
                 raise RemoteProtocolError(f"a {header.kind} message of {num_bytes} bytes from {source}")
             return
+        if header.kind == "codec":
+            self._admit_state(source, header.key, num_bytes)
+            return
         spec = self._spec_of(header)
         try:
             symbols = bind_batch(spec.shape, header.shape, self._graph.symbols)
@@ -44,6 +49,17 @@ class Door:
                 f"expected {spec} with sizes up to {limits}"
             )
         check_payload(header, num_bytes, self._assign.codecs.get(source))
+
+    def _admit_state(self, source: int, key: str, num_bytes: int) -> None:
+        """A codec holds no more per tensor than a square of the value's width, or the value, in 8 bytes."""
+        end, place, _ = parse_state_key(key)
+        spec, limit = self._specs.get(place.value), 64
+        if spec is not None:
+            shape = spec.concrete(dict.fromkeys(self._graph.symbols, self._assign.options.microbatch_size))
+            limit = 8 * max(math.prod(shape), (shape or (1,))[-1] ** 2, 1)
+        known = place.stage in self._assign.codecs and (spec is not None or end == "guard")
+        if source != OWNER or not known or num_bytes > limit:
+            raise RemoteProtocolError(f"{num_bytes} bytes of codec state {key[:80]!r} from {source}")
 
     def _spec_of(self, header: m.TensorHeader) -> TensorSpec:
         graph, assign = self._graph, self._assign

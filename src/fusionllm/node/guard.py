@@ -8,7 +8,10 @@ so its receiver need not be asked. On no path; `node.codecs` feeds it.
 from __future__ import annotations
 
 import logging
+import math
 from statistics import median
+
+from fusionllm.errors import RemoteProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,22 @@ class Guard:
     def is_dense(self, way: Way) -> bool:
         """Whether the way was given up on."""
         return way in self._dense
+
+    def state(self) -> dict[Way, list[float]]:
+        """Of each way: messages seen, strikes, whether it was given up, and the errors it began with."""
+        return {
+            way: [seen, self._strikes.get(way, 0), way in self._dense, *self._first.get(way, [])]
+            for way, seen in self._seen.items()
+        }
+
+    def load(self, way: Way, looks: list[float]) -> None:
+        """Take what `state` gave. Raises RemoteProtocolError."""
+        if not 3 <= len(looks) <= 3 + FIRST or not all(map(math.isfinite, looks[:3])):
+            raise RemoteProtocolError(f"{looks!r:.80} is no state of a guard")
+        seen, strikes, is_dense, *first = looks
+        self._seen[way], self._strikes[way], self._first[way] = int(seen), int(strikes), first
+        if is_dense:
+            self._dense.add(way)
 
     def wants(self, way: Way) -> bool:
         """Count a message; whether to look at it."""

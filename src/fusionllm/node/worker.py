@@ -194,6 +194,9 @@ class StageWorker(threading.Thread):
         if header.kind == "offer":
             self._take_offer(m.decode_offer(bytes(event.payload)))
             return
+        if header.kind == "codec":
+            self._codecs.load(header.key, header.dtype, header.shape, event.payload)
+            return
         tensor = self._codecs.decode(event.source, header, event.payload)
         if header.kind == "optimizer":
             self._optimizer[header.key] = tensor
@@ -323,6 +326,8 @@ class StageWorker(threading.Thread):
                 self._send(s.OWNER, "weight", header.seq, -1, name, tensor, m.Priority.STATE)
             for name, tensor in optimizer.items():
                 self._send(s.OWNER, "optimizer", header.seq, -1, name, tensor, m.Priority.STATE)
+            for key, tensor in self._codecs.state().items():
+                self._send(s.OWNER, "codec", header.seq, -1, key, tensor, m.Priority.STATE)
             self._send(s.OWNER, "done", header.seq, -1, str(self.assign.stage_index), None, m.Priority.STATE)
 
     def _send(

@@ -51,6 +51,7 @@ TensorKind = Literal[
     "output",
     "weight",
     "optimizer",
+    "codec",
     "step",
     "fetch",
     "done",

@@ -4,6 +4,7 @@
         manifest.json            step, graph hash, seed, data position, hash of each file, place of each
         tensor weights.safetensors      by the model's own parameter names, so any layout of stages can load
         it optimizer.safetensors    ``exp_avg/<parameter>`` and so on
+        codecs.safetensors       what the links' codecs carry from message to message, where they do
 
 A save writes into a hidden folder of the same parent, flushes it, and renames it: an interrupted save damages
 nothing, and what it left behind is removed by the next. Saving a step again makes a new revision
@@ -23,6 +24,7 @@ from pathlib import Path
 from fusionllm.errors import CheckpointError
 from fusionllm.store.atomic import sync_folder
 from fusionllm.store.manifest import (
+    CODECS_FILE,
     FORMAT,
     MANIFEST_FILE,
     OPTIMIZER_FILE,
@@ -52,7 +54,7 @@ class Checkpoint:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._files: dict[str, TensorFile] = {}
-        for index in (manifest.weights, manifest.optimizer):
+        for index in (manifest.weights, manifest.optimizer, manifest.codecs):
             for name, entry in index.items():
                 self._check_entry(name, entry)
 
@@ -63,6 +65,10 @@ class Checkpoint:
     def read_optimizer(self, name: str) -> Blob:
         """An optimizer tensor such as ``exp_avg/<parameter>``. Raises CheckpointError when there is none."""
         return self._read(name, self.manifest.optimizer, "optimizer tensor")
+
+    def read_codec(self, name: str) -> Blob:
+        """A tensor of a codec's state. Raises CheckpointError when there is none."""
+        return self._read(name, self.manifest.codecs, "codec tensor")
 
     def verify(self) -> None:
         """Read every byte of every file and compare the hashes.
@@ -123,6 +129,7 @@ def save_checkpoint(
     optimizer: Mapping[str, Blob],
     meta: CheckpointMeta,
     *,
+    codecs: Mapping[str, Blob] | None = None,
     keep_last: int = 3,
 ) -> Path:
     """Write a checkpoint and remove the oldest ones.
@@ -133,6 +140,7 @@ def save_checkpoint(
         weights: parameters and buffers by the model's own names; of tied ones only the canonical one.
         optimizer: optimizer tensors, ``<state>/<parameter>``.
         meta: what it belongs to.
+        codecs: tensors of the links' codecs, ``<stage>/...``.
         keep_last: how many to keep, counting this one; this one is never removed.
 
     Returns:
@@ -151,7 +159,7 @@ def save_checkpoint(
     temporary = folder / f".tmp-{os.getpid()}-{name}"
     try:
         temporary.mkdir()
-        _write_contents(temporary, step, weights, optimizer, meta)
+        _write_contents(temporary, step, weights, optimizer, codecs or {}, meta)
         temporary.rename(folder / name)
         sync_folder(folder)
     except OSError as error:
@@ -190,11 +198,13 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _write_contents(
-    folder: Path, step: int, weights: Mapping[str, Blob], optimizer: Mapping[str, Blob], meta: CheckpointMeta
-) -> None:
+    folder: Path, step: int, weights: Mapping[str, Blob], optimizer: Mapping[str, Blob], codecs: Mapping[str, Blob],
+    meta: CheckpointMeta,
+) -> None:  # fmt: skip
     files: dict[str, FileEntry] = {}
     index: dict[str, dict[str, TensorEntry]] = {}
-    for file, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, optimizer)):
+    contents = {WEIGHTS_FILE: weights, OPTIMIZER_FILE: optimizer} | ({CODECS_FILE: codecs} if codecs else {})
+    for file, tensors in contents.items():
         written = write_tensors(folder / file, tensors)
         files[file] = FileEntry(num_bytes=written.num_bytes, xxh3_128=written.xxh3_128)
         index[file] = {
@@ -209,6 +219,7 @@ def _write_contents(
         files=files,
         weights=index[WEIGHTS_FILE],
         optimizer=index[OPTIMIZER_FILE],
+        codecs=index.get(CODECS_FILE, {}),
     )
     with (folder / MANIFEST_FILE).open("xb") as out:
         out.write(encode_manifest(manifest))

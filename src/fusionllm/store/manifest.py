@@ -17,6 +17,7 @@ FORMAT = "fusionllm-checkpoint"
 VERSION = 1
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+CODECS_FILE = "codecs.safetensors"
 MANIFEST_FILE = "manifest.json"
 
 _MAX_MANIFEST_NUM_BYTES = 1 << 28
@@ -57,7 +58,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     file: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The contents of ``manifest.json``.
 
     Attributes:
@@ -68,6 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         files: file name -> size and hash.
         weights: parameter or buffer name -> tensor.
         optimizer: ``<state>/<parameter>`` -> tensor.
+        codecs: ``<stage>/<state of a link's codec>`` -> tensor; none, and no file of them, where nothing is carried.
     """
 
     format: str
@@ -77,6 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     files: dict[str, FileEntry]
     weights: dict[str, TensorEntry]
     optimizer: dict[str, TensorEntry]
+    codecs: dict[str, TensorEntry] = {}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -107,6 +110,7 @@ def read_manifest(path: Path, way_out: str) -> Manifest:
         raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(f"{file} is torn or not a checkpoint's manifest: {error}{way_out}") from None
-    if not set(manifest.files) <= {WEIGHTS_FILE, OPTIMIZER_FILE}:
-        raise CheckpointError(f"{file} lists files of other names than {WEIGHTS_FILE} and {OPTIMIZER_FILE}")
+    known = {WEIGHTS_FILE, OPTIMIZER_FILE, CODECS_FILE}
+    if not set(manifest.files) <= known:
+        raise CheckpointError(f"{file} lists files of other names than {', '.join(sorted(known))}")
     return manifest
