@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,9 +13,12 @@ from hypothesis import strategies as st
 from fusionllm.compute.wire import dtype_name
 from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.codec import IDENTITY, parse_codec, wire_num_bytes
+from fusionllm.ir.tensor import TensorSpec
 from fusionllm.node.codecs import StageCodecs, check_payload, parse_state_key
+from fusionllm.node.door import Door
 from fusionllm.node.guard import FIRST, STRIKES
 from fusionllm.protocol.messages import LinkCodecs, TensorHeader
+from fusionllm.protocol.stage import OWNER
 
 LINK = LinkCodecs("hadamard", "tangent(hadamard:bits=2)")
 
@@ -157,3 +163,22 @@ def test_damaged_payloads_are_refused_or_decoded_to_the_declared_shape(data):
     except RemoteProtocolError:
         return
     assert y.shape == x.shape and y.dtype == x.dtype
+
+
+@pytest.mark.parametrize(
+    ("key", "num_bytes", "source"),
+    [
+        ("send/activation/1/x/klt/covariance", 8 * 64 * 64 + 1, OWNER),
+        ("send/activation/1/x/klt/covariance", 1, 1),
+        ("send/activation/2/x/klt/covariance", 1, OWNER),
+        ("send/activation/1/y/klt/covariance", 1, OWNER),
+        ("guard/activation/1///looks", 65, OWNER),
+    ],
+)
+def test_state_of_no_link_or_too_large_is_refused_at_the_door(key, num_bytes, source):
+    graph = SimpleNamespace(specs=lambda: {"x": TensorSpec("float32", ("B", 64))}, held={}, symbols={"B": 1})
+    door = Door(SimpleNamespace(codecs={1: LINK}, options=SimpleNamespace(microbatch_size=4)), graph)
+    good = TensorHeader("codec", "job1", 0, -1, "send/activation/1/x/klt/covariance", "float32", (64, 64))
+    door.admit(OWNER, good, 4 * 64 * 64)
+    with pytest.raises(RemoteProtocolError, match="bytes of codec state"):
+        door.admit(source, msgspec.structs.replace(good, key=key), num_bytes)
