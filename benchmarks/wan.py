@@ -21,11 +21,13 @@ import msgspec
 
 from benchmarks import wan_runs
 from benchmarks.wan_figure import draw
-from benchmarks.wan_limit import Crossing, Limit, step_limit
+from benchmarks.wan_limit import Crossing, Limit, Stage, step_limit
+from benchmarks.wan_meter import Work
 from benchmarks.wan_padded import SEQ_LEN
 from benchmarks.wan_runs import SETTLE_STEPS, WARM_STEPS, Measured, MethodFailed, OurCluster, run_peer
 from fusionllm.errors import UserError
 from fusionllm.testbed import Scenario, Testbed, build_scenario, load_scenario, why_unavailable
+from fusionllm.testbed.cgroups import PERIOD_US
 
 ROOT = Path(__file__).parents[1]
 SCENARIOS = ROOT / "examples" / "scenarios"
@@ -233,13 +235,17 @@ def make_row(name: str, bed: Testbed, args: argparse.Namespace, measured: Measur
 
 def limit_of(bed: Testbed, measured: Measured, num_microbatches: int) -> Limit:
     """The limit of a step, from the processor time and bytes that the method itself used."""
-    share = {host.name: host.cpu or 1.0 for host in bed.scenario.nodes}
-    padding_s = {host.name: sum(wan_runs.padding_s(host)) * num_microbatches for host in bed.scenario.nodes}
-    compute_s = {host: padding_s[host] or measured.cpu_s[host] / share[host] for host in measured.stages}
-    if len(measured.stages) == 1:
-        host = measured.stages[0]
-        return Limit(compute_s[host], f"host {host}")
+    hosts = {host.name: host for host in bed.scenario.nodes}
     order = measured.stages
+    stages = []
+    for name in order:
+        forward_s, backward_s = wan_runs.padding_s(hosts[name])
+        if forward_s or backward_s:
+            stages.append(Stage(forward_s, backward_s, (forward_s + backward_s) * num_microbatches))
+            continue
+        work, share = measured.work.get(name, Work()), hosts[name].cpu or len(os.sched_getaffinity(0))
+        times_s = work.forward_s, work.backward_s, work.step_s, measured.cpu_s[name]
+        stages.append(Stage(*times_s, share, PERIOD_US * 1e-6))
     ways: list[list[Crossing]] = [[], []]
     for index, (a, b) in enumerate(zip(order, order[1:])):
         for side, (source, target) in enumerate(((a, b), (b, a))):
@@ -249,7 +255,7 @@ def limit_of(bed: Testbed, measured: Measured, num_microbatches: int) -> Limit:
             shaped = {pipe: rate for pipe, rate in rates.items() if rate}
             delay_s = network.pipes[pair].delay_s
             ways[side].append(Crossing(index, measured.num_bytes.get(pair, 0.0), delay_s, shaped))
-    return step_limit([compute_s[host] for host in order], ways[0], ways[1], num_microbatches)
+    return step_limit(stages, ways[0], ways[1], num_microbatches)
 
 
 def middle(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

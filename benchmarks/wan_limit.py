@@ -1,17 +1,43 @@
 """How fast a step of a pipeline could be at best on given devices and links: what physics leaves, no schedule's fault.
 
-The larger of what each device and each link needs for its own work of a step, plus the least time that passes before
-its first piece can come to it and after its last one has left it (fill and drain of a pipeline that is flushed every
-step). Pure: numbers in, numbers out.
+The largest of: what each device needs for all its work of a step, which may hide in waits; what it needs for its
+forwards and backwards, and each link for its bytes, plus the least time that passes before their first piece can come
+and after their last one has left (fill and drain of a pipeline that is flushed every step). Pure: numbers in, numbers
+out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-#: A backward costs about twice its forward.
-FORWARD_SHARE = 1 / 3
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage has to do in a step, in processor seconds, and what its host may use.
+
+    Attributes:
+        forward_s, backward_s: of one microbatch. work_s: of all forwards and backwards. all_s: of everything.
+        share: of a core, or cores. period_s: its quota is ``share * period_s`` in each, at any speed.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    work_s: float = 0.0
+    all_s: float = 0.0
+    share: float = 1.0
+    period_s: float = 0.0
+
+    def fastest_s(self, work_s: float) -> float:
+        """The least time for work of one thread: the quota at the end of a period, then those of the next ones."""
+        quota_s = self.share * self.period_s
+        if self.share >= 1 or work_s <= quota_s:
+            return work_s
+        if not quota_s:
+            return work_s / self.share
+        periods = math.ceil(work_s / quota_s) - 2
+        return quota_s + periods * self.period_s + work_s - (periods + 1) * quota_s
 
 
 @dataclass(frozen=True)
@@ -43,21 +69,21 @@ class Limit:
 
 
 def step_limit(
-    compute_s: Sequence[float], forward: Sequence[Crossing], backward: Sequence[Crossing], num_microbatches: int
+    stages: Sequence[Stage], forward: Sequence[Crossing], backward: Sequence[Crossing], num_microbatches: int
 ) -> Limit:
     """The limit of a step.
 
     Args:
-        compute_s: of each stage's device, for all of a step, at its own speed.
         forward, backward: crossings after stage 0, 1, ...; ``backward[k]`` goes from stage k + 1 to k.
     """
-    f = [seconds / num_microbatches * FORWARD_SHARE for seconds in compute_s]
-    b = [seconds / num_microbatches * (1 - FORWARD_SHARE) for seconds in compute_s]
+    f = [stage.fastest_s(stage.forward_s) for stage in stages]
+    b = [stage.fastest_s(stage.backward_s) for stage in stages]
     cf = [crossing.microbatch_s(num_microbatches) for crossing in forward]
     cb = [crossing.microbatch_s(num_microbatches) for crossing in backward]
-    bounds = {
-        f"stage {s}": sum(f[:s]) + sum(cf[:s]) + compute_s[s] + sum(b[:s]) + sum(cb[:s]) for s in range(len(compute_s))
-    }
+    bounds: dict[str, float] = {}
+    for s, stage in enumerate(stages):
+        flush_s = sum(f[:s]) + sum(cf[:s]) + sum(b[:s]) + sum(cb[:s])
+        bounds[f"stage {s}"] = max(stage.all_s / stage.share, flush_s + stage.fastest_s(stage.work_s))
     work: dict[str, float] = {}
     before: dict[str, float] = {}
     after: dict[str, float] = {}

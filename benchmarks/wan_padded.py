@@ -4,7 +4,8 @@ For speed on links only: losses of such runs mean nothing, and every output says
 is that of GPT-2 XL, one row of 1,024 tokens by 1,600 channels. Our nodes and torch's pipeline pad the same model in the
 same way: what real compute leaves of the time is slept.
 
-``python -m benchmarks.wan_padded FORWARD_S BACKWARD_S join ...`` is `fusionllm join ...` with padded stages.
+``python -m benchmarks.wan_padded FORWARD_S BACKWARD_S FILE join ...`` is `fusionllm join ...` with stages that are
+padded, where that is more than zero, and metered into a file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.wan_meter import BACKWARD, FORWARD, Meter
 from fusionllm.compute import BACKENDS
 from fusionllm.compute.torch_backend import TorchBackend
 
@@ -59,25 +61,29 @@ def pad(started_s: float, seconds: float) -> None:
 
 
 class PaddedProgram:
-    """A stage's program that takes its time."""
+    """A stage's program that takes its time and meters its training."""
 
     forward_s = backward_s = 0.0
+    meter = Meter()
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        self._train = self.meter.around(FORWARD, inner.forward)
+        self._backward = self.meter.around(BACKWARD, inner.backward)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)  # all but computing is the inner one's
 
     def forward(self, *args: Any, **options: Any) -> Any:
         started_s = time.perf_counter()
-        out = self._inner.forward(*args, **options)
+        forward = self._train if options.get("keep") else self._inner.forward
+        out = forward(*args, **options)
         pad(started_s, self.forward_s)
         return out
 
     def backward(self, *args: Any, **options: Any) -> Any:
         started_s = time.perf_counter()
-        out = self._inner.backward(*args, **options)
+        out = self._backward(*args, **options)
         pad(started_s, self.backward_s)
         return out
 
@@ -144,12 +150,13 @@ class PaddedCut(torch.nn.Module):
 
 
 def run_node(words: list[str]) -> None:
-    """`fusionllm` with padded stages. ``words``: seconds forward, backward, then its own."""
+    """`fusionllm` with padded stages. ``words``: seconds forward, backward, the meter's file, then its own."""
     from fusionllm.cli.main import main
 
     PaddedProgram.forward_s, PaddedProgram.backward_s = float(words[0]), float(words[1])
+    PaddedProgram.meter = Meter(words[2])
     BACKENDS["torch"] = "benchmarks.wan_padded:PaddedBackend"
-    main(words[2:])
+    main(words[3:])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.plain import plain_optimizer
+from benchmarks.wan_meter import BACKWARD, FORWARD, Meter
 from benchmarks.wan_padded import PaddedCut
 from fusionllm.api.config import RunConfig, build_config
 from fusionllm.api.prepare import open_model
@@ -124,6 +125,9 @@ def pipeline(peer: Peer) -> None:
         module = HandCut(peer.model, peer.rank, peer.size, boundary, peer.config.train.precision)
     optimizer = peer.optimizer(module)
     stage = PipelineStage(module, peer.rank, peer.size, torch.device("cpu"))
+    meter = Meter(str(Path(peer.options["folder"], f"rank{peer.rank}.work")))
+    stage.forward_one_chunk = meter.around(FORWARD, stage.forward_one_chunk)
+    stage.backward_one_chunk = meter.around(BACKWARD, stage.backward_one_chunk)
     schedule = Schedule1F1B(stage, n_microbatches=peer.config.num_microbatches, loss_fn=next_token_loss)
 
     def do_step(step: int) -> float:

@@ -21,6 +21,7 @@ from typing import Any
 
 import tomli_w
 
+from benchmarks.wan_meter import Work, read_work
 from fusionllm.testbed import Testbed
 from fusionllm.testbed.scenario import Host
 from fusionllm.units import parse_duration_s
@@ -42,7 +43,7 @@ class Measured:
 
     Attributes:
         step_s: seconds of each timed step. num_bytes: pipe -> bytes in a step. dropped: packets, all steps.
-        cpu_s: host -> processor seconds in a step.
+        cpu_s: host -> processor seconds in a step. work: host -> its forwards and backwards alone, where known.
         stages: hosts in the order of the pipeline. plan: what a planner said. result: what was said at the end.
     """
 
@@ -50,6 +51,7 @@ class Measured:
     num_bytes: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
     cpu_s: dict[str, float] = field(default_factory=dict)
+    work: dict[str, Work] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
     plan: list[str] = field(default_factory=list)
     result: dict[str, Any] = field(default_factory=dict)
@@ -189,6 +191,9 @@ def run_peer(bed: Testbed, folder: Path, mode: str, options: dict[str, Any], tim
             programs.follow(f"rank{rank}", lambda _: None, 60)
     if mode == "diloco":
         Watch._finish(watch)
+    if mode == "pipeline":
+        files = {host: folder / f"rank{rank}.work" for rank, host in enumerate(hosts)}
+        watch.measured.work = read_all(files, watch.measured, options["config"])
     watch.measured.result |= {"val_loss": _evaluate(file)}
     return watch.measured
 
@@ -199,6 +204,15 @@ def _evaluate(options: Path) -> float:
     if done.returncode:
         raise MethodFailed(f"the evaluation failed: {done.stderr.strip().splitlines()[-1:]}")
     return float(json.loads(done.stdout.splitlines()[-1])["val_loss"])
+
+
+def read_all(files: dict[str, Path], measured: Measured, config: dict[str, Any]) -> dict[str, Work]:
+    """Host -> what its stage's forwards and backwards took of the processor in the timed steps. Raises MethodFailed."""
+    num_microbatches = config["train"]["global_batch"] // config["train"]["microbatch_size"]
+    try:
+        return {host: read_work(files[host], len(measured.step_s), num_microbatches) for host in measured.stages}
+    except (OSError, ValueError) as error:
+        raise MethodFailed(f"what the stages took is not known: {error}") from None
 
 
 def padding_s(host: Host) -> tuple[float, float]:
@@ -234,7 +248,10 @@ class OurCluster(Programs):
         for host in self.bed.scenario.nodes:
             words = ["join", self.ticket, "--name", host.name, "--fence", host.fence, "--device", "cpu"]
             padded = [sys.executable, "-m", "benchmarks.wan_padded", *map(str, padding_s(host))]
-            self.start(host.name, host.name, [*(padded if any(padding_s(host)) else command), *words])
+            self.start(host.name, host.name, [*padded, str(self._work(host.name)), *words])
+
+    def _work(self, host: str) -> Path:
+        return self.folder / f"{host}.work"
 
     def train(self, name: str, config: dict[str, Any], timeout_s: float) -> Measured:
         """One run over the nodes; what a planner measures it measures under the limits. Raises MethodFailed."""
@@ -249,4 +266,6 @@ class OurCluster(Programs):
         finally:
             limit(self.bed, False)
             self.stop(name)
+        files = {host: self._work(host) for host in watch.measured.stages}
+        watch.measured.work = read_all(files, watch.measured, config)
         return watch.measured

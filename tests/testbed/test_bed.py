@@ -185,10 +185,10 @@ def test_hosts_get_their_share_of_a_core_once_throttled():
     with Testbed(scenario(host=hosts)) as bed:
         program = python(bed, "a0", "while True: pass")
         bed.throttle()
-        time.sleep(0.5)
         before, start = bed.cpu_seconds("a0"), time.monotonic()
-        time.sleep(2)
-        assert (bed.cpu_seconds("a0") - before) / (time.monotonic() - start) == pytest.approx(0.2, abs=0.04)
+        while bed.cpu_seconds("a0") - before < 0.5:  # a busy machine may give less than the share, never more
+            time.sleep(0.1)
+        assert time.monotonic() - start >= 0.8 * 0.5 / 0.2
         assert program.poll() is None
     assert program.wait(5) == -signal.SIGKILL
     program.stdout.close()

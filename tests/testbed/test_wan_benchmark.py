@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from random import Random
 
 import pytest
 import torch
 from benchmarks import wan, wan_padded
 from benchmarks.wan_figure import draw
-from benchmarks.wan_limit import Crossing, step_limit
+from benchmarks.wan_limit import Crossing, Stage, step_limit
+from benchmarks.wan_meter import BACKWARD, FORWARD, Meter, Work, read_work
 from benchmarks.wan_peer import HandCut, Peer, next_token_loss
 
 from fusionllm.testbed import why_unavailable
@@ -19,29 +21,94 @@ def crossings(num_stages: int, num_bytes: float, rate: float, delay_s: float = 0
     return [Crossing(k, num_bytes, delay_s, {f"{k}": rate} if rate else {}) for k in range(num_stages - 1)]
 
 
+def devices(*seconds: float, num_microbatches: int, **more: float) -> list[Stage]:
+    """Stages that take so many seconds of a step, a third of it forward, and nothing else unless said."""
+    return [Stage(s / 3 / num_microbatches, s / 1.5 / num_microbatches, s, **more) for s in seconds]
+
+
 def test_without_links_the_limit_is_the_flush_of_the_pipeline():
     free = crossings(4, 1e6, 0)
-    limit = step_limit([8.0] * 4, free, free, 8)
+    limit = step_limit(devices(8, 8, 8, 8, num_microbatches=8), free, free, 8)
     assert limit.seconds == pytest.approx(8 + 3) and limit.bottleneck == "stage 3"  # (M + S - 1) / M
-    assert step_limit([8.0], [], [], 8).seconds == 8
+    assert step_limit([Stage(all_s=8.0)], [], [], 8).seconds == 8
 
 
 def test_a_slow_link_is_the_limit_with_what_comes_before_and_after_it():
     """One crossing, two stages of 1 s in 4 microbatches (f = 1/12, b = 1/6), 8 s of bytes each way, 0.1 s of delay."""
     forward = [Crossing(0, 8.0, 0.1, {"there": 1.0})]
     backward = [Crossing(0, 8.0, 0.1, {"back": 1.0})]
-    limit = step_limit([1.0, 1.0], forward, backward, 4)
+    limit = step_limit(devices(1, 1, num_microbatches=4), forward, backward, 4)
     f, b, c = 1 / 12, 1 / 6, 2.1
     assert limit.seconds == pytest.approx(f + 8 + 0.1 + f + b + c + b)
-    shared = step_limit([1.0, 1.0], [Crossing(0, 8.0, 0.1, {"both": 1.0})], [Crossing(0, 8.0, 0.1, {"both": 1.0})], 4)
+    both = [Crossing(0, 8.0, 0.1, {"both": 1.0})]
+    shared = step_limit(devices(1, 1, num_microbatches=4), both, both, 4)
     assert shared.bottleneck == "both" and shared.seconds == pytest.approx(f + 16 + 0.1 + b)
 
 
 def test_more_bytes_or_work_never_lower_the_limit():
-    few = step_limit([1.0, 2.0, 1.0], crossings(3, 1e6, 1e6, 0.01), crossings(3, 1e6, 1e6, 0.01), 8)
-    for compute, there, back in (([1.0, 2.5, 1.0], 1e6, 1e6), ([1.0, 2.0, 1.0], 2e6, 1e6), ([1.0, 2.0, 1.0], 1e6, 2e6)):
-        more = step_limit(compute, crossings(3, there, 1e6, 0.01), crossings(3, back, 1e6, 0.01), 8)
+    few = step_limit(
+        devices(1, 2, 1, num_microbatches=8), crossings(3, 1e6, 1e6, 0.01), crossings(3, 1e6, 1e6, 0.01), 8
+    )
+    for middle, there, back in ((2.5, 1e6, 1e6), (2, 2e6, 1e6), (2, 1e6, 2e6)):
+        stages = devices(1, middle, 1, num_microbatches=8)
+        more = step_limit(stages, crossings(3, there, 1e6, 0.01), crossings(3, back, 1e6, 0.01), 8)
         assert more.seconds > few.seconds
+
+
+def test_work_beside_forwards_and_backwards_may_hide_in_fill_and_drain():
+    free = crossings(4, 1e6, 0)
+    hidden = step_limit(devices(8, 8, 8, 8, num_microbatches=8, all_s=10.5), free, free, 8)
+    assert hidden.seconds == pytest.approx(11)
+    assert step_limit(devices(8, 8, 8, 8, num_microbatches=8, all_s=12), free, free, 8).seconds == 12
+
+
+def test_a_quota_lets_a_little_work_run_at_full_speed():
+    """A quarter of a core in periods of 20 ms: 5 ms at the end of one and at the beginning of the next, then waits."""
+    stage = Stage(share=0.25, period_s=0.02)
+    for work_ms, least_ms in ((0, 0), (5, 5), (10, 10), (11, 26), (15, 30), (16, 46), (1000, 198 * 20 + 10)):
+        assert stage.fastest_s(work_ms / 1e3) == pytest.approx(least_ms / 1e3)
+    assert Stage(share=0.25).fastest_s(1) == 4 and Stage(share=2, period_s=0.02).fastest_s(1) == 1
+    free, tiny = crossings(2, 1e6, 0), {"forward_s": 0.001, "backward_s": 0.002, "share": 0.25, "period_s": 0.02}
+    limit = step_limit([Stage(work_s=0.024, all_s=0.05, **tiny)] * 2, free, free, 8)
+    assert limit.seconds == 0.2  # not 0.2 and 12 ms of fill and drain
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_schedule_is_faster_than_the_limit(seed):
+    """All forwards, then all backwards, each as soon as what it needs is there and its device and link are free."""
+    random = Random(seed)
+    size, count = random.randint(1, 5), random.randint(1, 6)
+    times = [(random.uniform(0.1, 1), random.uniform(0.1, 2)) for _ in range(size)]
+    ways = [[Crossing(k, random.uniform(0, 9), random.random(), {f"{way}{k}": 2.0}) for k in range(size - 1)]
+            for way in ("there", "back")]  # fmt: skip
+    clock = [0.0] * size
+    links = [[0.0] * (size - 1), [0.0] * (size - 1)]
+    ready = [0.0] * count
+    for way, order in enumerate((range(size), range(size - 1, -1, -1))):
+        for position, stage in enumerate(order):
+            for index in range(count):
+                ready[index] = clock[stage] = max(clock[stage], ready[index]) + times[stage][way]
+                if position < size - 1:
+                    k = stage if way == 0 else stage - 1
+                    crossing = ways[way][k]
+                    links[way][k] = max(links[way][k], ready[index]) + crossing.num_bytes / count / 2.0
+                    ready[index] = links[way][k] + crossing.delay_s
+    stages = [Stage(f, b, count * (f + b), count * (f + b)) for f, b in times]
+    assert 0 < step_limit(stages, *ways, count).seconds <= max(ready) + 1e-9
+
+
+def test_forwards_and_backwards_are_metered_apart(tmp_path):
+    """Of the timed steps alone: the cheapest microbatch and the mean of a step."""
+    file = tmp_path / "a0.work"
+    meter = Meter(str(file))
+    assert meter.around(FORWARD, sum)([2, 3]) == 5 and Meter().around(FORWARD, sum)([1]) == 1
+    with pytest.raises(ValueError, match="fewer than 1"):
+        read_work(file, 1, 1)
+    lines = ["forward 9", "backward 9"] + ["forward 1", "backward 2", "forward 3", "backward 5"] * 2
+    file.write_text("\n".join(lines) + "\n")
+    assert read_work(file, 2, 2) == Work(1, 2, 11)
+    meter.around(BACKWARD, time.sleep)(0.1)
+    assert file.read_text().endswith("\n") and read_work(file, 1, 1).backward_s < 0.05  # waiting is no work
 
 
 def test_the_model_cut_by_hand_is_the_model():
