@@ -1,7 +1,8 @@
 """One run over nodes of different frameworks, torch -> JAX -> torch, against a single torch process.
 
 Real node processes that joined a broker; the JAX node has no torch at all. The reference is the eager model with
-torch's AdamW on the same microbatches. Every loss of every step is compared.
+torch's AdamW on the same microbatches. Every loss of every step is compared. Then the same run of one model once more:
+its JAX node is killed midway and a torch node takes over its stage from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -89,26 +90,37 @@ class MixedCluster:
         self._loop.start()
         ticket = str(self._loop.submit(self._broker.start()).result(30))
         (self._folder / "site").mkdir(parents=True)
-        bare = site_without_torch(self._folder / "site")
+        self._ticket, self._bare = ticket, site_without_torch(self._folder / "site")
         for index, wanted in enumerate(self._wanted):
-            backend, _, python = wanted.partition(":")
-            self._nodes.append(self._start(index, backend, python, ticket, bare))
+            self._nodes.append(self._start(f"node{index}", wanted))
         return ticket
 
-    def _start(self, index: int, backend: str, python: str, ticket: str, bare: Path) -> subprocess.Popen[bytes]:
+    def kill(self, index: int) -> None:
+        """Kill a node by SIGKILL, as a machine is lost."""
+        with self._nodes[index] as node:  # which waits, and closes its pipe
+            node.kill()
+
+    def take_over(self, index: int, wanted: str) -> str:
+        """Start another node where one was killed. Returns its name, which sorts to the same stage."""
+        name = f"node{index}-{wanted.partition(':')[0]}"
+        self._nodes[index] = self._start(name, wanted)
+        return name
+
+    def _start(self, name: str, wanted: str) -> subprocess.Popen[bytes]:
         import fusionllm
         from fusionllm.node.options import NodeConfig, Nursling
         from fusionllm.protocol.messages import parse_ticket
 
+        backend, _, python = wanted.partition(":")
         source = str(Path(fusionllm.__file__).parents[1])
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         flags = []
         if python:
             environment["PYTHONPATH"] = source
         elif backend != "torch":  # no site of its own: only what the links lead to
-            flags, environment["PYTHONPATH"] = ["-S"], f"{source}{os.pathsep}{bare}"
+            flags, environment["PYTHONPATH"] = ["-S"], f"{source}{os.pathsep}{self._bare}"
         config = NodeConfig(
-            ticket=parse_ticket(ticket), name=f"node{index}", host="127.0.0.1", backend=backend, device="cpu"
+            ticket=parse_ticket(self._ticket), name=name, host="127.0.0.1", backend=backend, device="cpu"
         )
         # as local nodes start: it ends when this pipe does
         node = subprocess.Popen(
@@ -116,7 +128,7 @@ class MixedCluster:
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         assert node.stdin is not None
-        node.stdin.write(msgspec.json.encode([Nursling(config, str(self._folder / f"node{index}.log"))]) + b"\n")
+        node.stdin.write(msgspec.json.encode([Nursling(config, str(self._folder / f"{name}.log"))]) + b"\n")
         node.stdin.flush()
         return node
 
@@ -151,6 +163,52 @@ def mixed_config(root: Path, ticket: str, model: str, *, nodes: int, steps: int,
     )
 
 
+def takeover(model: str, nodes: Sequence[str], steps: int, root: Path) -> tuple[list[float], list[float]]:
+    """A run whose second node is killed midway, resumed with a torch node in its place.
+
+    Returns:
+        Losses of all steps as the run recorded them, and those of the unbroken reference.
+    """
+    import fusionllm
+    from fusionllm.errors import FusionError
+    from fusionllm.store.run_dir import RunDir
+    from fusionllm.telemetry.events import StepMetrics
+    from fusionllm.telemetry.sinks import read_events
+
+    every = max(1, steps // 5)
+    last = steps // 2 + (steps // 2 % every == 0)  # beyond a checkpoint, so that steps are done anew
+    cluster = MixedCluster(nodes, root / "nodes")
+
+    def kill_midway(event: Any) -> None:
+        if isinstance(event, StepMetrics) and event.step == last:
+            cluster.kill(1)
+
+    with cluster as ticket:
+        config = mixed_config(
+            root, ticket, model, nodes=len(nodes), steps=steps, output={"sinks": ["jsonl"], "plot": False}
+        )
+        given: dict[str, Any] = {"config": config, "name": "takeover", "checkpoint_every": every}
+        try:
+            fusionllm.train(**given, progress=kill_midway)
+        except FusionError as error:
+            print(f"{model:13} {error}", flush=True)
+            assert "node1" in str(error), error
+        else:
+            raise AssertionError(f"the run did not end with node1, which was killed at step {last}")
+        name = cluster.take_over(1, "torch")
+        result = fusionllm.train(**given, resume=True)
+        held = [stage.node for stage in result.plan.stages]
+        assert held[1] == name, f"{name} did not take stage 1: {held}"
+    events = read_events(RunDir(result.run_dir).metrics)
+    losses = [event.loss for event in events if isinstance(event, StepMetrics)]
+    return losses, [loss for loss, _ in plain_steps(config, root)]
+
+
+def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest relative difference of two runs of as many steps."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
 def run(argv: list[str]) -> dict[str, Any]:
     import torch
 
@@ -162,6 +220,9 @@ def run(argv: list[str]) -> dict[str, Any]:
         "--nodes", nargs="+", default=["torch", "jax", "torch"], metavar="BACKEND[:PYTHON]", help="in order of stages"
     )
     parser.add_argument("--model", action="append", choices=[*MODELS, *MADE])
+    parser.add_argument(
+        "--takeover-steps", type=int, default=20, help="of the run whose second node is killed; 0: none"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []
@@ -171,11 +232,18 @@ def run(argv: list[str]) -> dict[str, Any]:
             config = mixed_config(root, ticket, model, nodes=len(args.nodes), steps=args.steps)
             losses = fusionllm.train(config=config).losses
             expected = [loss for loss, _ in plain_steps(config, root)]
-        rel = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+        rel = largest_difference(losses, expected)
         rows.append({"model": model, "rel": rel, "first": losses[0], "last": losses[-1]})
         print(f"{model:13} rel {rel:.2g}  loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
+    broken: dict[str, float] = {}
+    if args.takeover_steps:
+        with tempfile.TemporaryDirectory() as name:
+            broken["takeover_max_rel_loss_diff"] = largest_difference(
+                *takeover((args.model or [*MODELS])[0], args.nodes, args.takeover_steps, Path(name))
+            )
     return {
         "max_rel_loss_diff": max(row["rel"] for row in rows),
+        **broken,
         "steps": args.steps,
         "nodes": [_release(node) for node in args.nodes],
         "models": rows,
@@ -194,4 +262,9 @@ def table(result: dict[str, Any]) -> str:
     return (
         f"{len(result['models'])} models of {result['steps']} steps over {' -> '.join(result['nodes'])}: "
         f"largest relative loss difference {result['max_rel_loss_diff']:.2g}"
+        + (
+            f"; with the second node killed midway and torch in its place {result['takeover_max_rel_loss_diff']:.2g}"
+            if "takeover_max_rel_loss_diff" in result
+            else ""
+        )
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.mixed import MixedCluster, mixed_config, site_without_torch
+from benchmarks.mixed import MixedCluster, mixed_config, site_without_torch, takeover
 from benchmarks.plain import plain_steps
 
 import fusionllm
@@ -23,6 +23,12 @@ def test_torch_and_jax_train_as_one_process_does_with_the_same_dropout(tmp_path)
         result = fusionllm.train(config=config)
     expected = [loss for loss, _ in plain_steps(config, tmp_path)]
     assert result.losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_torch_takes_over_the_stage_of_a_killed_jax_node(tmp_path, capsys):
+    losses, expected = takeover("gpt2", ["torch", "jax"], 4, tmp_path)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert "node1" in capsys.readouterr().out
 
 
 def test_codecs_need_torch_and_planning_says_so(tmp_path):

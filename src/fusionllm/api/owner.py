@@ -125,12 +125,13 @@ class OwnerLink:
             if isinstance(message, m.Commit):
                 self._events.put(message)
             elif isinstance(message, (m.JobFailed, m.Refused)):
-                self._fail(FusionError(message.reason))
+                self._fail(FusionError(message.reason), explains=True)
             else:
                 self._control.put(message)
 
-    def _fail(self, error: FusionError) -> None:
-        if self._failure is None:
+    def _fail(self, error: FusionError, *, explains: bool = False) -> None:
+        """Keep the first; one that explains stands above a link, which may have closed since the job ended."""
+        if self._failure is None or (explains and isinstance(self._failure, NodeLost)):
             self._failure = error
 
     # a job
