@@ -55,7 +55,8 @@ class Door:
         end, place, _ = parse_state_key(key)
         spec, limit = self._specs.get(place.value), 64
         if spec is not None:
-            shape = spec.concrete(dict.fromkeys(self._graph.symbols, self._assign.options.microbatch_size))
+            options = self._assign.options
+            shape = spec.concrete(self._graph.sizes(options.microbatch_size, options.max_length))
             limit = 8 * max(math.prod(shape), (shape or (1,))[-1] ** 2, 1)
         known = place.stage in self._assign.codecs and (spec is not None or end == "guard")
         if source != OWNER or not known or num_bytes > limit:
