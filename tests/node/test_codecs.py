@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fusionllm.compute.wire import dtype_name
 from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.codec import IDENTITY, parse_codec, wire_num_bytes
+from fusionllm.ir.graph import OpGraph, Value
 from fusionllm.ir.tensor import TensorSpec
 from fusionllm.node.codecs import StageCodecs, check_payload, parse_state_key
 from fusionllm.node.door import Door
@@ -176,8 +177,9 @@ def test_damaged_payloads_are_refused_or_decoded_to_the_declared_shape(data):
     ],
 )
 def test_state_of_no_link_or_too_large_is_refused_at_the_door(key, num_bytes, source):
-    graph = SimpleNamespace(specs=lambda: {"x": TensorSpec("float32", ("B", 64))}, held={}, symbols={"B": 1})
-    door = Door(SimpleNamespace(codecs={1: LINK}, options=SimpleNamespace(microbatch_size=4)), graph)
+    x = Value("x", TensorSpec("float32", ("B", 64)))
+    graph = OpGraph(symbols={"B": 1}, inputs=(), params={}, ops=(), outputs=("x",), recv=(x,))
+    door = Door(SimpleNamespace(codecs={1: LINK}, options=SimpleNamespace(microbatch_size=4, max_length=0)), graph)
     good = TensorHeader("codec", "job1", 0, -1, "send/activation/1/x/klt/covariance", "float32", (64, 64))
     door.admit(OWNER, good, 4 * 64 * 64)
     with pytest.raises(RemoteProtocolError, match="bytes of codec state"):
