@@ -28,12 +28,11 @@ from fusionllm.errors import PlanError
 from fusionllm.ir.graph import OpGraph
 from fusionllm.schedule.coded import Coded, best_coded, ladder_factors, propose, scaled_cuts
 from fusionllm.schedule.pipeline import AHEAD
-from fusionllm.schedule.placement import BASELINES, Cluster, Workload, find_fences
+from fusionllm.schedule.placement import BASELINES, Cluster, Workload, find_fences, select_nodes
 from fusionllm.schedule.planner import plan_placement
 from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.cluster import build_cluster, load_cluster
 from fusionllm.sim.codecs import known_speed
-from fusionllm.sim.variants import select_nodes
 
 CLUSTERS = ("paper-24", "paper-48", "paper-48-homes", "eight-cities")
 FOLDER = Path(__file__).parents[1] / "examples" / "clusters"

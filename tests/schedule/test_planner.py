@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from fusionllm.errors import PlanError
 from fusionllm.ir.cuts import Cut
+from fusionllm.schedule import planner
+from fusionllm.schedule.coded import propose
 from fusionllm.schedule.pipeline import build_programs, stages_per_node
 from fusionllm.schedule.placement import (
     BASELINES,
@@ -22,6 +24,7 @@ from fusionllm.schedule.placement import (
     node_memory,
     place_op_fence,
     replay_placement,
+    select_nodes,
     with_chunks,
     without_chunks,
 )
@@ -150,6 +153,32 @@ def test_fences_are_crossed_once():
         cluster, nodes=tuple(msgspec.structs.replace(n, site="ab"[i // 3]) for i, n in enumerate(cluster.nodes))
     )
     assert find_fences(sited) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("sited", [True, False])
+def test_every_fence_by_itself_is_a_candidate_even_where_the_search_misses_it(monkeypatch, sited):
+    fence = [0, 1, 0, 1, 0, 1]
+    cluster = make_cluster([1, 2, 3, 1, 2, 4], lambda a, b: 100 if fence[a] == fence[b] else 1)
+    if sited:
+        nodes = tuple(msgspec.structs.replace(n, site="ab"[k]) for k, n in zip(fence, cluster.nodes))
+        cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    workload = make_workload([1.0] * 12, [4] * 11)
+    alone = [plan_placement(workload, select_nodes(cluster, nodes))[0].step_s for nodes in find_fences(cluster)]
+    searched = planner.place_dp
+    monkeypatch.setattr(planner, "place_dp", lambda w, c, others=(): searched(w, c, others) if len(c.nodes) < 6 else [])
+    best = plan_placement(workload, cluster)[0]
+    assert best.method == planner.ONE_FENCE and best.step_s == min(alone)
+    assert replay_placement(workload, cluster, best.placement).step_s == best.step_s
+    assert {fence[i] for i in best.placement.nodes} == {1}
+    assert best.placement in propose(workload, cluster, [2.0, 1.0])
+
+
+@settings(max_examples=20, deadline=None)
+@given(instances(6, 12))
+def test_no_step_is_shorter_than_what_bounds_a_fence(instance):
+    workload, cluster = instance
+    bound_s = planner._compute_seconds(workload, cluster.nodes)
+    assert bound_s <= plan_placement(workload, cluster)[0].step_s * (1 + 1e-9)
 
 
 def test_memory_and_missing_links_bind():

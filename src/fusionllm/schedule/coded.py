@@ -35,7 +35,7 @@ from fusionllm.schedule.placement import (
     find_fences,
     link_rates,
 )
-from fusionllm.schedule.planner import plan_placement
+from fusionllm.schedule.planner import ONE_FENCE, plan_placement
 from fusionllm.schedule.ratios import LADDER, LinkLoad, choose_codecs, deadline
 from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
 
@@ -190,7 +190,7 @@ def ladder_factors(workload: Workload, ladder: Sequence[CodecSpec] = LADDER) -> 
 
 
 def propose(workload: Workload, cluster: Cluster, factors: Iterable[float]) -> list[Placement]:
-    """The best placements for each size of what crosses. Raises PlanError when none fits for any."""
+    """The best placements for each size of what crosses, each fence's own too. Raises PlanError when none fits."""
     found: dict[Placement, None] = {}
     reason: PlanError | None = None
     for factor in factors:
@@ -199,7 +199,8 @@ def propose(workload: Workload, cluster: Cluster, factors: Iterable[float]) -> l
         except PlanError as error:
             reason = error
             continue
-        found.update(dict.fromkeys(candidate.placement for candidate in ranked[:KEPT_PER_SIZE]))
+        kept = [*ranked[:KEPT_PER_SIZE], *(candidate for candidate in ranked if candidate.method == ONE_FENCE)]
+        found.update(dict.fromkeys(candidate.placement for candidate in kept))
     if not found and reason is not None:
         raise reason
     return list(found)

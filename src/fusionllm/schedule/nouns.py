@@ -5,6 +5,8 @@ Pure data. On the path: CostTable + Cluster -> **Workload, Cluster, Placement** 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -133,3 +135,28 @@ def link_rates(cluster: Cluster) -> NDArray[np.float64]:
         rate[np.ix_(inside, ~inside)] = np.minimum(rate[np.ix_(inside, ~inside)], share.up_bytes_per_s)
         rate[np.ix_(~inside, inside)] = np.minimum(rate[np.ix_(~inside, inside)], share.down_bytes_per_s)
     return rate
+
+
+def select_nodes(cluster: Cluster, indices: Sequence[int]) -> Cluster:
+    """The cluster of these nodes only. A line in common to all of them stays with those it has."""
+    where = {index: k for k, index in enumerate(indices)}
+    shares = [msgspec.structs.replace(s, nodes=tuple(where[i] for i in s.nodes if i in where)) for s in cluster.shares]
+    return Cluster(
+        nodes=tuple(cluster.nodes[i] for i in indices),
+        bandwidth_bytes_per_s=tuple(tuple(cluster.bandwidth_bytes_per_s[a][b] for b in indices) for a in indices),
+        latency_s=tuple(tuple(cluster.latency_s[a][b] for b in indices) for a in indices),
+        shares=tuple(share for share in shares if share.nodes),
+        pins=tuple(
+            msgspec.structs.replace(pin, nodes=tuple(k for k, index in enumerate(indices) if index in pin.nodes))
+            for pin in cluster.pins
+        ),
+        owner=None if cluster.owner is None else _owner_of(cluster.owner, indices),
+    )
+
+
+def _owner_of(owner: Owner, indices: Sequence[int]) -> Owner:
+    return msgspec.structs.replace(
+        owner,
+        bandwidth_bytes_per_s=tuple(owner.bandwidth_bytes_per_s[i] for i in indices),
+        beyond=tuple(k for k, index in enumerate(indices) if index in owner.beyond),
+    )

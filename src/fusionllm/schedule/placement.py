@@ -32,6 +32,7 @@ from fusionllm.schedule.nouns import (
     Workload,
     forward_seconds,
     link_rates,
+    select_nodes,
 )
 from fusionllm.schedule.partition import equal_compute, equal_number, proportional
 from fusionllm.schedule.pipeline import build_programs, pipeline_name, stages_per_node
@@ -41,7 +42,7 @@ __all__ = [
     "BACKWARD_OVER_FORWARD", "BASELINES", "Cluster", "Feed", "NodeModel", "Owner", "Pin", "Placement", "Share", "Tied",
     "Workload", "build_models", "check_memory", "fence_order", "find_fences", "forward_seconds", "link_rates",
     "most_held", "node_memory", "place_equal_compute", "place_equal_number", "place_op_fence", "replay_placement",
-    "stage_memory", "with_chunks", "without_chunks",
+    "select_nodes", "stage_memory", "with_chunks", "without_chunks",
 ]  # fmt: skip
 
 #: A backward pass computes the gradients of both operands of each product.

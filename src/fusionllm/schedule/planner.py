@@ -2,7 +2,7 @@
 
 Pure decision. On the path: CostTable + Cluster -> **Placement** -> Plan. `schedule.dynamic` proposes, `schedule.search`
 improves what it proposes and what the baselines do, `schedule.timeline` replays the finalists and ranks them. The
-baselines are always among them, so the choice is never slower than any of them.
+baselines are always among them, and every fence planned by itself, so the choice is never slower than any of them.
 
 Schedules that nodes do not execute yet are searched as 1F1B and ranked by their own programs.
 
@@ -16,19 +16,24 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from fusionllm.errors import PlanError
 from fusionllm.schedule.dynamic import COARSE_RATIO, Dynamic
 from fusionllm.schedule.pipeline import AHEAD
 from fusionllm.schedule.placement import (
+    BACKWARD_OVER_FORWARD,
     BASELINES,
     Cluster,
+    NodeModel,
     Placement,
     Workload,
     fence_order,
     find_fences,
+    forward_seconds,
     replay_placement,
+    select_nodes,
     with_chunks,
 )
 from fusionllm.schedule.search import Search
@@ -46,6 +51,8 @@ MAX_WALKED = 48
 #: Points that local search starts from, on small clusters and on others.
 STARTS = 12
 FEWER_STARTS = 4
+#: How the best plan of one fence by itself is called among candidates.
+ONE_FENCE = "one-fence"
 #: On others, starts that take so many times as long as the best one are not worth a search.
 MAX_WORSE = 2.0
 
@@ -84,9 +91,34 @@ def plan_placement(workload: Workload, cluster: Cluster) -> list[Candidate]:
         except PlanError as error:
             reason = str(error)
     ranked = [candidate for candidate in ranked if candidate.step_s < float("inf")]
+    ranked += _one_fence(workload, cluster, min((candidate.step_s for candidate in ranked), default=float("inf")))
     if not ranked:
         raise PlanError(f"no placement on {len(cluster.nodes)} nodes fits: {reason}")
     return sorted(ranked, key=lambda c: (c.step_s, len(c.placement.nodes), c.placement.nodes))
+
+
+def _one_fence(workload: Workload, cluster: Cluster, step_s: float) -> Iterator[Candidate]:
+    """The best plan of each fence by itself, unless its nodes compute for longer than the best step so far."""
+    fences = [fence for fence in find_fences(cluster) if 1 < len(fence) < len(cluster.nodes)]
+    bounds = [_compute_seconds(workload, [cluster.nodes[i] for i in fence]) for fence in fences]
+    for bound_s, fence in sorted(zip(bounds, fences)):
+        if bound_s >= step_s:
+            break
+        try:
+            best = plan_placement(workload, select_nodes(cluster, fence))[0]
+        except PlanError:
+            continue
+        step_s = min(step_s, best.step_s)
+        nodes = tuple(fence[k] for k in best.placement.nodes)
+        yield Candidate(ONE_FENCE, msgspec.structs.replace(best.placement, nodes=nodes), best.step_s)
+
+
+def _compute_seconds(workload: Workload, nodes: Sequence[NodeModel]) -> float:
+    """A step on these nodes is not shorter: each operator is done in parts by all, as fast as the best of them can."""
+    seconds = np.array([forward_seconds(workload, node) for node in nodes])
+    speed = 1 / np.maximum(seconds.sum(axis=1), 1e-300)
+    shared = (seconds * (speed / speed.sum())[:, None]).min(axis=0).sum()
+    return float(shared * (1 + BACKWARD_OVER_FORWARD) * workload.num_microbatches)
 
 
 def place_dp(workload: Workload, cluster: Cluster, others: Sequence[Placement] = ()) -> list[Placement]:
@@ -106,7 +138,8 @@ def place_dp(workload: Workload, cluster: Cluster, others: Sequence[Placement] =
     if order and not small:
         order = [i for i in order if steps[i] <= MAX_WORSE * steps[order[0]]]
     finished: dict[Point, float] = {}
-    for index in _diverse(order, points, STARTS if small else FEWER_STARTS):
+    groups = _equal_groups(tables, find_fences(cluster))
+    for index in _diverse(order, points, groups, STARTS if small else FEWER_STARTS):
         step_s, point = search.improve(points[index], float(steps[index]))
         finished[point] = step_s
     best = sorted(finished, key=lambda point: (finished[point], len(point.nodes), point))[:4]
@@ -128,11 +161,14 @@ def _alone(tables: Tables) -> Iterator[Placement]:
         yield Placement(nodes=(node,), boundaries=())
 
 
-def _diverse(order: Sequence[int], points: Sequence[Point], count: int) -> list[int]:
-    """The first of each path of nodes, in order."""
+def _diverse(
+    order: Sequence[int], points: Sequence[Point], groups: Sequence[Sequence[int]], count: int
+) -> list[int]:  # fmt: skip
+    """The first of each path of nodes, in order; equal nodes in each other's stead are no other path."""
+    group = {node: k for k, nodes in enumerate(groups) for node in nodes}
     chosen: dict[tuple[int, ...], int] = {}
     for index in order:
-        chosen.setdefault(points[index].nodes, index)
+        chosen.setdefault(tuple(group[node] for node in points[index].nodes), index)
     return list(chosen.values())[:count]
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from fusionllm.errors import PlanError
-from fusionllm.schedule.placement import Cluster, Placement, Share, Workload
+from fusionllm.schedule.placement import Cluster, Placement, Share, Workload, select_nodes
 from fusionllm.schedule.planner import plan_placement
-from fusionllm.sim.variants import select_nodes, with_copies
+from fusionllm.sim.variants import with_copies
 from fusionllm.units import format_bandwidth, format_duration, format_num_bytes
 
 #: The workload of another microbatch size and count; None where the caller cannot say.

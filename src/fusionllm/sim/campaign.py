@@ -18,10 +18,9 @@ import msgspec
 from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.program import Action
 from fusionllm.schedule.pipeline import build_programs, pipeline_name
-from fusionllm.schedule.placement import Cluster, Placement, Workload, build_models, link_rates
+from fusionllm.schedule.placement import Cluster, Placement, Workload, build_models, link_rates, select_nodes
 from fusionllm.schedule.planner import plan_placement
 from fusionllm.schedule.timeline import replay
-from fusionllm.sim.variants import select_nodes
 from fusionllm.sim.world import World, WorldOptions, check_world
 
 MAX_STEPS = 1_000_000

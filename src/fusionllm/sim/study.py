@@ -21,6 +21,7 @@ from fusionllm.schedule.placement import (
     build_models,
     find_fences,
     replay_placement,
+    select_nodes,
     stage_memory,
     with_chunks,
     without_chunks,
@@ -32,7 +33,6 @@ from fusionllm.schedule.timeline import StageModel, Timeline
 from fusionllm.sim.advice import Advice
 from fusionllm.sim.codecs import CodedReport
 from fusionllm.sim.misfit import explain_misfit
-from fusionllm.sim.variants import select_nodes
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,40 +1,13 @@
-"""Variants: clusters like another one, with some nodes only, with more memory, or with more nodes of a kind.
+"""Variants: clusters like another one, with more memory or with more nodes of a kind.
 
 On the path: Cluster -> **Cluster** -> planner, for what `sim.study`, `sim.advice` and `sim.misfit` compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from fusionllm.schedule.placement import Cluster, Owner
-
-
-def select_nodes(cluster: Cluster, indices: Sequence[int]) -> Cluster:
-    """The cluster of these nodes only. A line in common to all of them stays with those it has."""
-    where = {index: k for k, index in enumerate(indices)}
-    shares = [msgspec.structs.replace(s, nodes=tuple(where[i] for i in s.nodes if i in where)) for s in cluster.shares]
-    return Cluster(
-        nodes=tuple(cluster.nodes[i] for i in indices),
-        bandwidth_bytes_per_s=tuple(tuple(cluster.bandwidth_bytes_per_s[a][b] for b in indices) for a in indices),
-        latency_s=tuple(tuple(cluster.latency_s[a][b] for b in indices) for a in indices),
-        shares=tuple(share for share in shares if share.nodes),
-        pins=tuple(
-            msgspec.structs.replace(pin, nodes=tuple(k for k, index in enumerate(indices) if index in pin.nodes))
-            for pin in cluster.pins
-        ),
-        owner=None if cluster.owner is None else _owner_of(cluster.owner, indices),
-    )
-
-
-def _owner_of(owner: Owner, indices: Sequence[int]) -> Owner:
-    return msgspec.structs.replace(
-        owner,
-        bandwidth_bytes_per_s=tuple(owner.bandwidth_bytes_per_s[i] for i in indices),
-        beyond=tuple(k for k, index in enumerate(indices) if index in owner.beyond),
-    )
+from fusionllm.schedule.placement import Cluster, select_nodes
 
 
 def with_memory(cluster: Cluster, factor: float) -> Cluster:
