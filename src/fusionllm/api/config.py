@@ -22,7 +22,7 @@ from fusionllm.compute import OptimConfig, check_optimizer
 from fusionllm.compute.options import Precision
 from fusionllm.errors import UserError
 from fusionllm.ir.codec import IDENTITY, parse_codec
-from fusionllm.protocol.messages import NAME, FenceLink, LinkShape, parse_ticket
+from fusionllm.protocol.messages import NAME, FenceLine, FenceLink, LinkShape, parse_ticket
 from fusionllm.schedule.partition import PARTITIONERS
 from fusionllm.schedule.pipeline import find_pipeline
 from fusionllm.schedule.ratios import check_rule
@@ -117,6 +117,14 @@ class SlowLink(_Table, frozen=True, kw_only=True):
     latency: str = "0 ms"
 
 
+class SiteLine(_Table, frozen=True, kw_only=True):
+    """What all nodes of the fence ``name`` share towards others. ``downlink``: default as ``uplink``."""
+
+    name: str
+    uplink: str
+    downlink: str = ""
+
+
 class ClusterTable(_Table, frozen=True, kw_only=True):
     """Where it runs.
 
@@ -127,6 +135,7 @@ class ClusterTable(_Table, frozen=True, kw_only=True):
             measured, and the best of all idle nodes get the stages that suit them.
         fences: sizes of the groups of local nodes, e.g. ``[2, 2]``; empty: one fence.
         slow_link: what stands between the fences (emulated).
+        site: declared lines of fences, one message after another in each; counted where links are measured.
         threads: of compute per node, 0: the machine's cores shared out among local nodes.
         device: of local nodes: ``auto``, ``cpu``, ``cuda``, ...; a machine that joins chooses its own.
         join_timeout_s, stall_s: how long to wait for nodes, and before a wait is reported.
@@ -137,6 +146,7 @@ class ClusterTable(_Table, frozen=True, kw_only=True):
     partition: str = "equal-compute"
     fences: tuple[int, ...] = ()
     slow_link: SlowLink = SlowLink()
+    site: tuple[SiteLine, ...] = ()
     threads: int = 0
     device: str = "auto"
     join_timeout_s: float = 300.0
@@ -181,6 +191,12 @@ class RunConfig(_Table, frozen=True, kw_only=True):
         shape = LinkShape(parse_bandwidth_bytes_per_s(slow.bandwidth), parse_duration_s(slow.latency))
         names = sorted(set(self.fence_names()))
         return tuple(FenceLink(a, b, shape) for i, a in enumerate(names) for b in names[i + 1 :])
+
+    def fence_lines(self) -> tuple[FenceLine, ...]:
+        """The declared lines. Raises UserError for what is no rate."""
+        pairs = [(site.name, site.uplink, site.downlink or site.uplink) for site in self.cluster.site]
+        rate = parse_bandwidth_bytes_per_s
+        return tuple(FenceLine(name, rate(up), rate(down)) for name, up, down in pairs)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -346,6 +362,13 @@ def _check_values(config: RunConfig) -> None:
         )
     _check_compression(config.compression)
     config.fence_links()
+    names = [line.fence for line in config.fence_lines()]
+    if len(set(names)) < len(names):
+        raise UserError(f"cluster.site names {', '.join(names)}; give each fence one [[cluster.site]]")
+    if names and cluster.partition not in ("dp", "op-fence") and not config.compression.rule:
+        raise UserError(
+            f"cluster.site would not count: cluster.partition = {cluster.partition!r} looks at no links; use 'dp'"
+        )
     if config.num_microbatches < cluster.nodes:
         raise UserError(
             f"fewer microbatches than stages: train.global_batch {train.global_batch} by train.microbatch_size "

@@ -240,6 +240,7 @@ class Run:
                 floor=config.compression.floor,
             ),
             fence_links=config.fence_links(),
+            fence_lines=config.fence_lines(),
             owner_fence=config.fence_names()[0] if not config.cluster.broker else "",
             stall_s=config.cluster.stall_s,
             allow_ops=config.model.allow_ops,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, pairwise
+from math import inf
 
 import msgspec
 
@@ -17,11 +18,11 @@ from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan, StagePlan, tied_params
 from fusionllm.protocol.membership import Member
-from fusionllm.protocol.messages import Assign, Compression, JobOptions, LinkCodecs, LinkShape, Peer, Planned
+from fusionllm.protocol.messages import Assign, Compression, FenceLine, JobOptions, LinkCodecs, LinkShape, Peer, Planned
 from fusionllm.schedule.coded import Coded, backward_codec, best_coded, ladder_factors, propose
 from fusionllm.schedule.partition import partition_graph
 from fusionllm.schedule.pipeline import pipeline_name
-from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Placement
+from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Placement, Share
 from fusionllm.schedule.ratios import LADDER, check_rule
 from fusionllm.schedule.workload import StepOptions, build_workload
 
@@ -156,7 +157,8 @@ def _plain_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], 
 
 
 def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], surveyed: Surveyed) -> _Layout:
-    cluster, base, compression = surveyed.cluster, options.pipeline.partition(":")[0], options.compression
+    cluster = _with_lines(surveyed.cluster, options.fence_lines)
+    base, compression = options.pipeline.partition(":")[0], options.compression
     step = StepOptions(
         microbatch_size=options.microbatch_size, max_length=options.max_length,
         num_microbatches=options.num_microbatches, pipeline=base,
@@ -189,6 +191,23 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
         step_s=best.step_s,
         others={method: coded.step_s for method, coded in found.items()},
     )
+
+
+def _with_lines(cluster: Cluster, lines: Sequence[FenceLine]) -> Cluster:
+    """With the lines of those fences of which nodes are here."""
+    shares = []
+    for line in lines:
+        nodes = tuple(i for i, node in enumerate(cluster.nodes) if node.site == line.fence)
+        if nodes:
+            shares.append(
+                Share(
+                    name=line.fence,
+                    nodes=nodes,
+                    up_bytes_per_s=line.up_bytes_per_s,
+                    down_bytes_per_s=line.down_bytes_per_s,
+                )
+            )
+    return msgspec.structs.replace(cluster, shares=tuple(shares))
 
 
 class _OptimizerName(msgspec.Struct):
@@ -283,3 +302,6 @@ def check_options(options: JobOptions) -> None:
     ):
         if not 1 <= value <= limit:
             raise PlanError(f"{name} is {value}; it must lie between 1 and {limit}")
+    for line in options.fence_lines:
+        if not (0 < line.up_bytes_per_s < inf and 0 < line.down_bytes_per_s < inf):
+            raise PlanError(f"the line of {line.fence[:80]!r} has a rate that is not finite and above zero")

@@ -80,6 +80,14 @@ class FenceLink(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     shape: LinkShape
 
 
+class FenceLine(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What all nodes of a fence share towards others, as its owner declares it: bytes per second out and in."""
+
+    fence: str
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+
+
 class Peer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where a machine listens for tensors, and how the way to it is paced (None: as fast as the wire goes)."""
 
@@ -129,6 +137,7 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     compute: bytes
     compression: Compression = Compression()
     fence_links: tuple[FenceLink, ...] = ()
+    fence_lines: tuple[FenceLine, ...] = ()
     owner_fence: str = ""
     stall_s: float = 60.0
     allow_ops: tuple[str, ...] = ()

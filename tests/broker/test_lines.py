@@ -1,0 +1,58 @@
+"""What a fence's nodes share towards others is declared with the run and counts in its plan."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tests.kits.backend_kit import Regression, example
+
+from fusionllm.api.config import build_config
+from fusionllm.broker.planning import Surveyed, check_options, plan_job
+from fusionllm.capture.export import capture_module
+from fusionllm.compute import ComputeOptions, OptimConfig
+from fusionllm.errors import PlanError, UserError
+from fusionllm.estimate.device import DeviceRates
+from fusionllm.protocol.membership import Member
+from fusionllm.protocol.messages import FenceLine, JobOptions
+from fusionllm.schedule.placement import Cluster, NodeModel
+
+
+def options(*lines: FenceLine) -> JobOptions:
+    return JobOptions(
+        num_stages=2, partition="dp", pipeline="1f1b", num_microbatches=16, microbatch_size=3, num_steps=1,
+        optim=msgspec.json.encode(OptimConfig()), compute=msgspec.json.encode(ComputeOptions()), fence_lines=lines,
+    )  # fmt: skip
+
+
+def test_a_declared_uplink_keeps_the_plan_from_crossing_it():
+    nodes = [Member(f"n{i}", "node", "ab"[i], "torch", 1, "127.0.0.1", 2 + i) for i in range(2)]
+    slow = DeviceRates(matmul=1e3, attention=1e3, convolution=1e3, bytes_per_s=1e3)
+    cluster = Cluster(
+        nodes=tuple(NodeModel(name=n.name, flops_per_s=1e3, site=n.fence, device=n.name) for n in nodes),
+        bandwidth_bytes_per_s=((1e9, 1e9), (1e9, 1e9)),
+        latency_s=((0.0, 0.0), (0.0, 0.0)),
+    )
+    surveyed = Surveyed(cluster, {n.name: slow for n in nodes})
+    graph, owner = capture_module(Regression(), example()).graph, Member("owner", "owner", "", "", 1, "127.0.0.1", 1)
+
+    def used(*lines: FenceLine) -> int:
+        return len(plan_job("job1", graph, options(*lines), nodes, owner, surveyed).assignments)
+
+    assert used() == used(FenceLine("elsewhere", 1e-3, 1e-3)) == used(FenceLine("a", 1e9, 1e9)) == 2
+    assert used(FenceLine("a", 1e-3, 1e9)) == used(FenceLine("b", 1e9, 1e-3)) == 1
+
+
+def test_lines_are_read_from_a_run_and_checked():
+    site = {"name": "home", "uplink": "8 Mbps"}
+    tree = {"cluster": {"partition": "dp", "site": [site, {"name": "lab", "uplink": "80 Mbps", "downlink": "8 Mbps"}]}}
+    lines = build_config(tree).fence_lines()
+    assert lines == (FenceLine("home", 1e6, 1e6), FenceLine("lab", 1e7, 1e6))
+    for cluster, words in (
+        ({"site": [site]}, "use 'dp'"),
+        ({"partition": "dp", "site": [site, site]}, "give each fence one"),
+        ({"partition": "dp", "site": [{**site, "uplink": "fast"}]}, "'fast'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build_config({"cluster": cluster})
+    with pytest.raises(PlanError, match="line of 'a' has a rate"):
+        check_options(options(FenceLine("a", float("nan"), 1.0)))
