@@ -4,6 +4,9 @@ The same model, data, order, optimizer, microbatches and number of steps for all
 `wan_runs` starts and measures, `wan_limit` says how fast a step could be. Needs root (docs/testbed.md).
 
     python -m benchmarks wan --scenario two-labs --methods torch-bf16,ours-bf16 --json
+
+With ``--records FILE`` every row is appended there when it is measured, and the result is of all rows of the file that
+were taken with the same settings; ``--methods ''`` measures nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -56,6 +60,8 @@ PEERS: dict[str, dict[str, Any]] = {
     "diloco-50": {"mode": "diloco", "inner": 50},
 }
 METHODS = (*PEERS, *OURS)
+#: What rows must have in common to be compared; each is an argument.
+SETTINGS = ("scenario", "bandwidth", "pipeline", "steps", "microbatches", "layers", "width", "seed")
 
 
 def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
@@ -104,7 +110,9 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks wan", description=__doc__)
     parser.add_argument("--scenario", default="two-labs", help="a name of examples/scenarios, or a file")
     parser.add_argument("--bandwidth", default="", help="of all links between fences, instead of the scenario's")
-    parser.add_argument("--methods", default="torch-bf16,ours-bf16", help=f"all, or some of {', '.join(METHODS)}")
+    parser.add_argument(
+        "--methods", default="torch-bf16,ours-bf16", help=f"all, none (''), or some of {', '.join(METHODS)}"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -115,26 +123,31 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--forward", default="hadamard:bits=2", help="codec of activations of ours-codec")
     parser.add_argument("--backward", default="tangent(hadamard:bits=2)", help="codec of gradients of ours-codec")
+    parser.add_argument("--records", type=Path, help="a file of JSON lines: append rows, sum up what is there")
     parser.add_argument("--figure", type=Path, help="a file for the picture, e.g. wan.png")
     args = parser.parse_args(argv)
-    methods = list(METHODS) if args.methods == "all" else args.methods.split(",")
+    methods = list(METHODS) if args.methods == "all" else [name for name in args.methods.split(",") if name]
     if unknown := [name for name in methods if name not in METHODS]:
         raise SystemExit(f"no method {unknown[0]!r}; known: {', '.join(METHODS)}")
-    if reason := why_unavailable():
+    if methods and (reason := why_unavailable()):
         return {"skipped": f"no wide-area network can be made here: {reason}", "runs": []}
     scenario = find_scenario(args.scenario, args.bandwidth)
     args.emulated = scenario.emulates_compute
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
-    with tempfile.TemporaryDirectory() as folder, Testbed(scenario) as bed:
-        for index in range(args.rounds):
-            part = Path(folder, f"round{index}")
-            part.mkdir()
-            for name, row in run_round(bed, part, methods, args):
-                rounds[name].append(row)
-    result = {
-        "scenario": args.scenario, "bandwidth": args.bandwidth, "pipeline": args.pipeline, "rounds": args.rounds,
-        "steps": args.steps, "emulated_compute": args.emulated, "load": os.getloadavg()[0],
-        "runs": [middle(name, rows) for name, rows in rounds.items()],
+    settings = {key: getattr(args, key) for key in SETTINGS}
+    records = read_records(args.records, settings) if args.records else []
+    first = 1 + max((record["round"] for record in records), default=0)
+    if methods:
+        with tempfile.TemporaryDirectory() as folder, Testbed(scenario) as bed:
+            for index in range(first, first + args.rounds):
+                part = Path(folder, f"round{index}")
+                part.mkdir()
+                for row in run_round(bed, part, methods, args):
+                    records.append(settings | {"round": index, "load": os.getloadavg()[0]} | row)
+                    if args.records:
+                        append_record(args.records, records[-1])
+    result = settings | {
+        "rounds": len({record["round"] for record in records}), "emulated_compute": args.emulated,
+        "load": os.getloadavg()[0], "runs": medians(records),
     }  # fmt: skip
     if args.figure:
         draw(result, args.figure)
@@ -157,17 +170,35 @@ def find_scenario(name: str, bandwidth: str) -> Scenario:
         raise SystemExit(f"{path}: {error}") from None
 
 
-def run_round(
-    bed: Testbed, folder: Path, methods: list[str], args: argparse.Namespace
-) -> list[tuple[str, dict[str, Any]]]:
-    """Every method once; one that fails gives a row with its reason."""
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_records(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The file's rows that were taken with these settings; none without a file. Raises SystemExit."""
+    found = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+        try:
+            record = json.loads(line)
+            record["method"], record["round"] = str(record["method"]), int(record["round"])
+        except (ValueError, TypeError, KeyError):
+            raise SystemExit(f"{path}, line {number} is no row of this benchmark; remove it") from None
+        if all(record.get(key) == value for key, value in settings.items()):
+            found.append(record)
+    return found
+
+
+def run_round(bed: Testbed, folder: Path, methods: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row of every method; one that fails gives a row with its reason."""
     config = run_config(args, str(folder / "runs"))
     config["cluster"]["nodes"] = len(bed.scenario.nodes)
-    rows = []
     for name in methods:
         if name in PEERS:
-            rows.append((name, attempt(name, bed, args, partial(peer_measured, bed, folder, name, config, args))))
+            yield attempt(name, bed, args, partial(peer_measured, bed, folder, name, config, args))
     ours = [name for name in methods if name in OURS]
+    left = list(ours)
     if ours:
         try:
             with OurCluster(bed, folder) as cluster:
@@ -176,10 +207,10 @@ def run_round(
                     if name == "ours-codec":
                         tables["compression"] = {"forward": args.forward, "backward": args.backward}
                     train = partial(cluster.train, name, tables, args.timeout)
-                    rows.append((name, attempt(name, bed, args, train)))
+                    yield attempt(name, bed, args, train)
+                    left.remove(name)
         except MethodFailed as error:
-            rows += [(name, failed(name, str(error))) for name in ours if name not in dict(rows)]
-    return rows
+            yield from (failed(name, str(error)) for name in left)
 
 
 def peer_measured(bed: Testbed, folder: Path, name: str, config: dict[str, Any], args: argparse.Namespace) -> Measured:
@@ -256,6 +287,14 @@ def limit_of(bed: Testbed, measured: Measured, num_microbatches: int) -> Limit:
             delay_s = network.pipes[pair].delay_s
             ways[side].append(Crossing(index, measured.num_bytes.get(pair, 0.0), delay_s, shaped))
     return step_limit(stages, ways[0], ways[1], num_microbatches)
+
+
+def medians(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row of each method over its rounds."""
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        rounds.setdefault(record["method"], []).append(record)
+    return [middle(name, rows) for name, rows in rounds.items()]
 
 
 def middle(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

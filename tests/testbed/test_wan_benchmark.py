@@ -168,6 +168,29 @@ def test_a_row_that_failed_is_reported_with_its_reason():
     assert "failed: no route" in wan.table(result)
 
 
+def test_rows_are_kept_and_summed_up_from_their_file(tmp_path):
+    """Rounds of several calls make one table; rows of other settings are left out, what is no row is refused."""
+    file, picture = tmp_path / "kept" / "wan.jsonl", tmp_path / "wan.png"
+    words = ["--scenario", "two-labs", "--methods", "", "--records", str(file)]
+    settings = {name: value for name, value in wan.run(words).items() if name in wan.SETTINGS}
+    assert set(settings) == set(wan.SETTINGS) and not file.exists()
+    for number, step_s in enumerate((3.0, 1.0, 2.0), 1):
+        row = {"method": "ours-bf16", "round": number, "step_s": step_s, "tokens_per_s": 12 / step_s, "val_loss": 6.0}
+        row |= {"limit_step_s": 0.5, "bottleneck_link_utilisation": 0.1, "bytes": 1, "predicted_step_s": None}
+        wan.append_record(file, settings | row | {"bottleneck": "stage 0"})
+    wan.append_record(file, settings | {"round": 1} | wan.failed("torch-bf16", "no route"))
+    wan.append_record(file, settings | {"bandwidth": "20 Mbps", "round": 9, "method": "ours-dense", "step_s": 1.0})
+    result = wan.run([*words, "--figure", str(picture)])
+    ours, torchs = result["runs"]
+    assert (ours["step_s"], ours["rounds_step_s"]) == (2.0, [3.0, 1.0, 2.0]) and result["rounds"] == 3
+    assert torchs["failed"] == "no route" and picture.stat().st_size > 5000
+    assert "3 rounds" in wan.table(result) and "stage 0" in wan.table(result)
+    for text in ("{", "[]", '{"method": "x"}'):
+        file.write_text(text + "\n")
+        with pytest.raises(SystemExit, match="line 1 is no row"):
+            wan.run(words)
+
+
 def test_the_picture(tmp_path):
     good = {"method": "ours-bf16", "tokens_per_s": 600.0, "step_s": 6.0, "limit_step_s": 5.0}
     result = {"scenario": "lan", "bandwidth": "", "runs": [good, good | {"limit_step_s": None}, wan.failed("x", "y")]}
