@@ -94,7 +94,7 @@ def emulated_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
     data = ROOT / "examples" / "data"
     return {
         "run": {"root": root, "seed": args.seed, "base_dir": str(ROOT)},
-        "model": {"source": "python:benchmarks.wan_padded:thin"},
+        "model": {"source": f"python:benchmarks.wan_padded:{'thin' if args.nodes <= 8 else 'thin_24'}"},
         "data": {"source": str(data / "shakespeare.txt"), "tokenizer": "bytes", "seq_len": SEQ_LEN},
         "train": {
             "steps": WARM_STEPS + SETTLE_STEPS + args.steps, "global_batch": args.microbatches, "microbatch_size": 1,
@@ -132,7 +132,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     if methods and (reason := why_unavailable()):
         return {"skipped": f"no wide-area network can be made here: {reason}", "runs": []}
     scenario = find_scenario(args.scenario, args.bandwidth)
-    args.emulated = scenario.emulates_compute
+    args.emulated, args.nodes = scenario.emulates_compute, len(scenario.nodes)
     settings = {key: getattr(args, key) for key in SETTINGS}
     records = read_records(args.records, settings) if args.records else []
     first = 1 + max((record["round"] for record in records), default=0)
@@ -183,7 +183,8 @@ def read_records(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             record["method"], record["round"] = str(record["method"]), int(record["round"])
-        except (ValueError, TypeError, KeyError):
+            record.get("failed") or float(record["step_s"])
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
             raise SystemExit(f"{path}, line {number} is no row of this benchmark; remove it") from None
         if all(record.get(key) == value for key, value in settings.items()):
             found.append(record)

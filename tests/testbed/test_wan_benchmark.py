@@ -185,7 +185,7 @@ def test_rows_are_kept_and_summed_up_from_their_file(tmp_path):
     assert (ours["step_s"], ours["rounds_step_s"]) == (2.0, [3.0, 1.0, 2.0]) and result["rounds"] == 3
     assert torchs["failed"] == "no route" and picture.stat().st_size > 5000
     assert "3 rounds" in wan.table(result) and "stage 0" in wan.table(result)
-    for text in ("{", "[]", '{"method": "x"}'):
+    for text in ("{", "[]", '{"method": "x"}', '{"method": "x", "round": 1}', '{"method": "x", "round": Infinity}'):
         file.write_text(text + "\n")
         with pytest.raises(SystemExit, match="line 1 is no row"):
             wan.run(words)
