@@ -21,7 +21,7 @@ from benchmarks.wan_meter import BACKWARD, FORWARD, Meter
 from fusionllm.compute import BACKENDS
 from fusionllm.compute.torch_backend import TorchBackend
 
-SEQ_LEN, WIDTH, VOCAB, BLOCKS = 1024, 1600, 256, 8
+SEQ_LEN, WIDTH, VOCAB = 1024, 1600, 256
 
 
 class Block(torch.nn.Module):
@@ -38,10 +38,10 @@ class Block(torch.nn.Module):
 class Thin(torch.nn.Module):
     """A language model of GPT-2 XL's width with hardly any compute; ``parts`` in order are the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 8) -> None:
         super().__init__()
         embed, head = torch.nn.Embedding(VOCAB, WIDTH), torch.nn.Linear(WIDTH, VOCAB, bias=False)
-        self.parts = torch.nn.ModuleList([embed, *(Block() for _ in range(BLOCKS)), head])
+        self.parts = torch.nn.ModuleList([embed, *(Block() for _ in range(num_blocks)), head])
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = input_ids
@@ -53,6 +53,11 @@ class Thin(torch.nn.Module):
 def thin() -> torch.nn.Module:
     """The model, for ``model.source = "python:benchmarks.wan_padded:thin"``."""
     return Thin()
+
+
+def thin_24() -> torch.nn.Module:
+    """The same with a block for each of up to 24 stages."""
+    return Thin(24)
 
 
 def pad(started_s: float, seconds: float) -> None:
@@ -128,7 +133,7 @@ class PaddedCut(torch.nn.Module):
 
     def __init__(self, model: Thin, rank: int, size: int, boundary: torch.dtype, times_s: tuple[float, float]) -> None:
         super().__init__()
-        each = BLOCKS // size
+        each = (len(model.parts) - 2) // size
         first, end = 1 + rank * each, 1 + (rank + 1) * each
         self.first, self.last = rank == 0, rank == size - 1
         parts = list(model.parts)
