@@ -210,7 +210,7 @@ def run_round(bed: Testbed, folder: Path, methods: list[str], args: argparse.Nam
                     train = partial(cluster.train, name, tables, args.timeout)
                     yield attempt(name, bed, args, train)
                     left.remove(name)
-        except MethodFailed as error:
+        except (MethodFailed, UserError) as error:
             yield from (failed(name, str(error)) for name in left)
 
 
@@ -228,7 +228,7 @@ def attempt(name: str, bed: Testbed, args: argparse.Namespace, measure: Any) -> 
     """A row of the table. Prints it at once: a round takes many minutes."""
     try:
         row = make_row(name, bed, args, measure())
-    except MethodFailed as error:
+    except (MethodFailed, UserError) as error:
         row = failed(name, str(error))
     print(json.dumps(row), flush=True)
     return row

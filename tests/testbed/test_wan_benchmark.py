@@ -14,6 +14,7 @@ from benchmarks.wan_limit import Crossing, Stage, step_limit
 from benchmarks.wan_meter import BACKWARD, FORWARD, Meter, Work, read_work
 from benchmarks.wan_peer import HandCut, Peer, next_token_loss
 
+from fusionllm.errors import UserError
 from fusionllm.testbed import why_unavailable
 
 
@@ -166,6 +167,11 @@ def test_a_row_that_failed_is_reported_with_its_reason():
     row = wan.middle("ours", [{"method": "ours", "step_s": 1.0}, wan.failed("ours", "no route")])
     result = {"scenario": "lan", "bandwidth": "", "rounds": 2, "steps": 3, "runs": [row]}
     assert "failed: no route" in wan.table(result)
+
+    def broken():
+        raise UserError("the emulator does not answer")
+
+    assert wan.attempt("ours", None, None, broken) == wan.failed("ours", "the emulator does not answer")
 
 
 def test_rows_are_kept_and_summed_up_from_their_file(tmp_path):
