@@ -2,11 +2,15 @@
 
 ``--model FOLDER``: a Hugging Face folder with weights and tokenizer, such as HuggingFaceTB/SmolLM2-135M-Instruct. The
 held-out loss before, after, and after the same steps of a plain PyTorch loop; the exported folder is loaded and writes.
+
+``--forward CODEC --backward CODEC``: instead of nodes, the stages in one process with every cut compressed both ways
+(`benchmarks.coded`), against the same plain loop; the record goes to benchmarks/records/finetune.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import threading
 from pathlib import Path
@@ -16,6 +20,7 @@ import psutil
 
 GIB = 1 << 30
 TEXT = Path(__file__).parents[1] / "examples" / "data" / "shakespeare.txt"
+RECORDS = Path(__file__).parent / "records" / "finetune.jsonl"
 
 
 def run(argv: list[str]) -> dict[str, Any]:
@@ -25,7 +30,16 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--text", type=Path, default=TEXT, help="the text to train on; its last part is held out")
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--forward", help="codec of all cuts' activations")
+    parser.add_argument("--backward", help="of their gradients; default: identity")
+    parser.add_argument("--records", type=Path, default=RECORDS)
     args = parser.parse_args(argv)
+    if args.forward or args.backward:
+        record = _through_codecs(args)
+        args.records.parent.mkdir(parents=True, exist_ok=True)
+        with args.records.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        return record
     import fusionllm
 
     with tempfile.TemporaryDirectory() as root:
@@ -50,6 +64,12 @@ def run(argv: list[str]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
+    if "finetune_delta" in result:
+        return (
+            f"held-out loss {result['loss_before']:.4f} -> {result['loss_dense']:.4f} dense, "
+            f"{result['loss_coded']:.4f} ({result['finetune_delta']:+.4f}) through {result['cuts']} cuts at "
+            f"{result['true_ratio']:.2f}x, {result['loss_codecs_off']:.4f} with the codecs off"
+        )
     return (
         f"held-out loss {result['loss_before']:.4f} -> {result['loss_after']:.4f} after {result['steps']} steps, one "
         f"process {result['loss_after_single_process']:.4f}; nodes {result['peak_rss_gib_per_node']} GiB\n"
@@ -77,6 +97,41 @@ def _config(args: argparse.Namespace, root: str) -> Any:
             "output": {"sinks": [], "plot": False},
         }
     )  # fmt: skip
+
+
+def _through_codecs(args: argparse.Namespace) -> dict[str, Any]:
+    """One record: losses of the run through codecs and of the dense one, and the true ratio of bytes."""
+    import torch
+
+    from benchmarks.coded import CodedPipeline
+    from fusionllm.api.prepare import prepare
+    from fusionllm.estimate.flops import anchored_flops
+    from fusionllm.schedule.partition import partition_graph
+
+    torch.set_num_threads(1)
+    codecs = {"forward": args.forward or "identity", "backward": args.backward or "identity"}
+    config = _config(args, "")
+    job, train = prepare(config, Path.cwd()), config.train
+    graph, size = job.captured.graph, train.microbatch_size
+    symbols = dict.fromkeys(graph.symbols, size)
+    boundaries = partition_graph(graph, args.nodes, "equal-compute", symbols, costs=anchored_flops(graph, symbols))
+    pipeline = CodedPipeline(job.captured, job.optim, train.steps, boundaries, **codecs)
+    losses = []
+    for step in range(train.steps):
+        batches = job.dataset.microbatches(step, global_batch=train.global_batch, microbatch_size=size)
+        losses.append(pipeline.train_step(step, batches))
+        print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
+    sent, dense_sent = pipeline.bytes_sent()
+    val = list(job.dataset.val_batches(size, train.eval_batches))
+    coded, off = pipeline.mean_loss(val, coded=True), pipeline.mean_loss(val, coded=False)
+    before, dense, dense_losses = _plain(config)
+    return {
+        "model": args.model.name, **codecs, "cuts": len(boundaries), "steps": train.steps,
+        "rows": train.global_batch, "seq_len": config.data.seq_len, "lr": config.optimizer.lr,
+        "true_ratio": dense_sent / sent, "loss_before": before, "loss_dense": dense, "loss_coded": coded,
+        "loss_codecs_off": off, "finetune_delta": coded - dense, "finetune_delta_codecs_off": off - dense,
+        "train_losses": losses, "train_losses_dense": dense_losses,
+    }  # fmt: skip
 
 
 class _NodeMemory:
