@@ -124,6 +124,7 @@ def _through_codecs(args: argparse.Namespace) -> dict[str, Any]:
     sent, dense_sent = pipeline.bytes_sent()
     val = list(job.dataset.val_batches(size, train.eval_batches))
     coded, off = pipeline.mean_loss(val, coded=True), pipeline.mean_loss(val, coded=False)
+    del pipeline, job, graph  # two gigabytes and more, before the next model is built
     before, dense, dense_losses = _plain(config)
     return {
         "model": args.model.name, **codecs, "cuts": len(boundaries), "steps": train.steps,
