@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from tests.kits.backend_kit import BackendContract
 
@@ -14,6 +16,11 @@ class TestTorch(BackendContract):
 
 class TestJax(BackendContract):
     backend = "jax"
+
+
+@pytest.mark.skipif(find_spec("tinygrad") is None, reason="needs the extra tinygrad")
+class TestTinygrad(BackendContract):
+    backend = "tinygrad"
 
 
 @pytest.mark.parametrize("name", BACKENDS)

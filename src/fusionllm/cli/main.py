@@ -161,7 +161,7 @@ def join(
     host: Annotated[str, typer.Option(help="Address to listen on for tensors.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on for tensors; 0 for any.")] = 0,
     advertise: Annotated[str, typer.Option(help="Host name others reach this machine under.")] = "",
-    backend: Annotated[str, typer.Option(help="Framework to compute with: auto, torch or jax.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Framework to compute with: auto, torch, jax or tinygrad.")] = "auto",
     device: Annotated[
         str, typer.Option(help="What to compute on: auto, cpu, cuda, cuda:1, mps, xpu; jax: cpu, gpu, tpu.")
     ] = "auto",

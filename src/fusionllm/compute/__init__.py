@@ -19,7 +19,11 @@ from fusionllm.errors import UserError
 from fusionllm.ir.cluster import NodeProfile
 
 #: name of the backend, and of its framework's package -> where its class is, best first. A new one is a line here.
-BACKENDS = {"torch": "fusionllm.compute.torch_backend:TorchBackend", "jax": "fusionllm.compute.jax.backend:JaxBackend"}
+BACKENDS = {
+    "torch": "fusionllm.compute.torch_backend:TorchBackend",
+    "jax": "fusionllm.compute.jax.backend:JaxBackend",
+    "tinygrad": "fusionllm.compute.tinygrad.backend:TinygradBackend",
+}
 
 #: name -> how its devices are measured.
 CALIBRATIONS = {"torch": "fusionllm.compute.calibrate:calibrate", "jax": "fusionllm.compute.jax.calibrate:calibrate"}
