@@ -2,7 +2,7 @@
 
 Pure decision. On the path: CostTable + Cluster -> **Placement** -> Plan. `schedule.dynamic` proposes, `schedule.search`
 improves what it proposes and what the baselines do, `schedule.timeline` replays the finalists and ranks them. The
-baselines are always among them, and every fence planned by itself, so the choice is never slower than any of them.
+baselines are always among them, and the fastest fences by themselves, so the choice is never slower than any of them.
 
 Schedules that nodes do not execute yet are searched as 1F1B and ranked by their own programs.
 
@@ -51,8 +51,9 @@ MAX_WALKED = 48
 #: Points that local search starts from, on small clusters and on others.
 STARTS = 12
 FEWER_STARTS = 4
-#: How the best plan of one fence by itself is called among candidates.
+#: How the best plan of one fence by itself is called among candidates, and how many fences are tried.
 ONE_FENCE = "one-fence"
+MOST_FENCES = 8
 #: On others, starts that take so many times as long as the best one are not worth a search.
 MAX_WORSE = 2.0
 
@@ -98,10 +99,10 @@ def plan_placement(workload: Workload, cluster: Cluster) -> list[Candidate]:
 
 
 def _one_fence(workload: Workload, cluster: Cluster, step_s: float) -> Iterator[Candidate]:
-    """The best plan of each fence by itself, unless its nodes compute for longer than the best step so far."""
+    """The best plan of each of the fastest fences, unless its nodes compute for longer than the best step so far."""
     fences = [fence for fence in find_fences(cluster) if 1 < len(fence) < len(cluster.nodes)]
     bounds = [_compute_seconds(workload, [cluster.nodes[i] for i in fence]) for fence in fences]
-    for bound_s, fence in sorted(zip(bounds, fences)):
+    for bound_s, fence in sorted(zip(bounds, fences))[:MOST_FENCES]:
         if bound_s >= step_s:
             break
         try:
