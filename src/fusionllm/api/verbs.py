@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fusionllm.api.config import RunConfig, load_config
+from fusionllm.api.config import RunConfig, RunTable, load_config
 from fusionllm.api.options import tables_from_options
 from fusionllm.api.run import Progress, Run, TrainResult
 from fusionllm.errors import UserError
@@ -89,7 +89,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
     frozen: those lie in no checkpoint, and the model is built to have them.
 
     Args:
-        run: the run's folder. step: which checkpoint, None for the latest.
+        run: the run's folder, or its name where it lies in ``runs``. step: which checkpoint, None for the latest.
 
     Raises:
         UserError: no such run, a folder that is not empty, a model that is not from Hugging Face.
@@ -101,7 +101,10 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
     from fusionllm.capture.sources import resolve_model
     from fusionllm.capture.weights import export_config, export_hf, export_tokenizer
 
-    path, out = Path(run).resolve(), Path(folder)
+    path, out = Path(run), Path(folder)
+    if not path.exists() and (RunTable().root / path).is_dir():
+        path = RunTable().root / path
+    path = path.resolve()
     run_dir = RunDir.open(path.parent, path.name)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; name a new folder")

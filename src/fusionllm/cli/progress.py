@@ -72,10 +72,10 @@ class LiveReporter:
             self._step(event)
         elif isinstance(event, ValMetrics):
             self._print(
-                f"step {event.step}: validation loss {event.loss:.4f}, perplexity {event.perplexity:.1f} "
-                + (f"accuracy {event.accuracy:.1%} " if event.accuracy is not None else "")
-                + (f"(through the codecs {event.coded_loss:.4f}) " if event.coded_loss is not None else "")
-                + f"({event.tokens} tokens, {format_duration(event.seconds)})"
+                f"step {event.step}: validation loss {event.loss:.4f}, perplexity {event.perplexity:.1f}"
+                + (f", accuracy {event.accuracy:.1%}" if event.accuracy is not None else "")
+                + (f" (through the codecs {event.coded_loss:.4f})" if event.coded_loss is not None else "")
+                + f" ({event.tokens} tokens, {format_duration(event.seconds)})"
             )
         elif isinstance(event, Plan):
             for stage in event.stages:
