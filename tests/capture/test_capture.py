@@ -176,3 +176,31 @@ def test_two_inputs_given_as_one_tensor_stay_two():
     graph = capture_module(Sum(), {"a": x, "b": x}).graph
     reads = {ref for op in graph.ops for ref in op.refs()}
     assert {"a", "b"} <= reads
+
+
+class Regression(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.line, self.loss = nn.Linear(8, 3), loss
+
+    def forward(self, x, y):
+        return self.loss(self.line(x), y)
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits"])
+def test_losses_of_a_regression(loss):
+    """They broadcast their arguments first, which is nothing to do for equal shapes."""
+    module = Regression(getattr(nn.functional, loss))
+    inputs = {"x": torch.randn(4, 8), "y": torch.rand(4, 3)}
+    captured = capture_module(module, inputs)
+    stage = TorchStage(captured.graph, ComputeOptions(), OptimConfig(name="sgd", lr=0.1), 1)
+    for name in stage.missing():
+        stage.load(name, captured.tensors[name])
+    found = stage.forward(0, 0, inputs, train=True)[captured.graph.outputs[0]]
+    assert torch.equal(found, module(**inputs))
+
+
+def test_a_loss_of_unequal_shapes_is_refused():
+    inputs = {"x": torch.randn(4, 8), "y": torch.rand(4, 1)}
+    with pytest.raises(CaptureError, match="broadcast_tensors.default of unequal shapes"):
+        capture_module(Regression(nn.functional.mse_loss), inputs)

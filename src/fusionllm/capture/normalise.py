@@ -36,6 +36,7 @@ _DROPPED = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_fo
 _IDENTITY = {"clone", "alias", "contiguous", "lift_fresh_copy", "lift_fresh"}
 _RESHAPES = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"}
 _CASTS = {"to", "_to_copy"}
+_BROADCAST = "aten.broadcast_tensors.default"
 _DROPOUTS = {"aten.dropout.default", "aten.native_dropout.default"}
 _RECURRENT = {"lstm", "gru"}
 _STRIPPED = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
@@ -151,6 +152,9 @@ class GraphBuilder:
         if name in _DROPOUTS:
             self._add_dropout(node)
             return
+        if name == _BROADCAST:
+            self._add_broadcast(node)
+            return
         args = self._bind(node, name)
         if name in _RESHAPES:
             name, args = (
@@ -177,7 +181,9 @@ class GraphBuilder:
             if name == "aten.sym_size.int":
                 return "sym.size"
             base = name.split(".")[1]
-            if name in _RESHAPES or name in _DROPOUTS or base in _IDENTITY or base in _CASTS or base == "empty_like":
+            if name in _RESHAPES or name in _DROPOUTS or base in _IDENTITY or base in _CASTS:
+                return name
+            if name == _BROADCAST or base == "empty_like":
                 return name
             if name in OPS or name in self._allow_ops:
                 return name
@@ -192,6 +198,14 @@ class GraphBuilder:
             f"operator {name} at {_source(node) or 'an unnamed line'} (in {_scope(node) or 'the root'}) is not in the "
             "allow-list; rewrite that line with other operators, or add or allow it as docs/operators.md shows"
         )
+
+    def _add_broadcast(self, node: Any) -> None:
+        """Losses of torch broadcast their arguments first; of equal shapes nothing is left to do."""
+        for result in node.users:
+            source = node.args[0][result.args[1]]
+            if self._spec(source.meta["val"]) != self._spec(result.meta["val"]):
+                raise self._unknown(node, f"{_BROADCAST} of unequal shapes")
+            self._ids[result.name] = self._ids[source.name]
 
     def _add_dropout(self, node: Any) -> None:
         source, probability = node.args[0], node.args[1]
