@@ -202,5 +202,5 @@ def test_losses_of_a_regression(loss):
 
 def test_a_loss_of_unequal_shapes_is_refused():
     inputs = {"x": torch.randn(4, 8), "y": torch.rand(4, 1)}
-    with pytest.raises(CaptureError, match="broadcast_tensors.default of unequal shapes"):
+    with pytest.raises(CaptureError, match=r"broadcast_tensors\.default of unequal shapes"):
         capture_module(Regression(nn.functional.mse_loss), inputs)
