@@ -11,6 +11,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from fusionllm.compute.options import ComputeOptions, OptimConfig
 from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.graph import OpGraph
@@ -134,3 +136,19 @@ def checked_view(buffer: Any, dtype: str, shape: tuple[int, ...]) -> memoryview:
             f"{dtype}{list(shape)} needs {math.prod(shape) * DTYPES[dtype]} bytes, got {len(view)}"
         )
     return view
+
+
+def shaped_array(view: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """An array of numpy's over checked bytes, without a copy. Raises RemoteProtocolError when numpy cannot hold it."""
+    try:
+        return (np.frombuffer(view, dtype) if len(view) else np.empty(0, dtype)).reshape(shape)
+    except (ValueError, OverflowError):  # e.g. a size past 64 bits beside a size of 0
+        raise RemoteProtocolError(
+            f"numpy cannot hold {dtype.name}{list(shape)[:16]}; sizes and rank are too large"
+        ) from None
+
+
+def array_bytes(array: Any) -> memoryview:
+    """The bytes of what numpy can look at, contiguous; a view of its memory where that can be."""
+    flat = np.asarray(array).reshape(-1)
+    return np.ascontiguousarray(flat).view(np.uint8).data if flat.size else memoryview(b"")

@@ -18,12 +18,12 @@ if os.environ.get("OMP_NUM_THREADS") == "1" and "multi_thread_eigen" not in os.e
 import jax
 import numpy as np
 
-from fusionllm.compute.backend import Ready, checked_view
+from fusionllm.compute.backend import Ready, array_bytes, checked_view, shaped_array
 from fusionllm.compute.jax.operators import TABLE
 from fusionllm.compute.jax.optim import RULES, JaxOptimizer
 from fusionllm.compute.jax.program import JaxProgram
 from fusionllm.compute.options import ComputeOptions, OptimConfig
-from fusionllm.errors import GraphError, RemoteProtocolError, UserError
+from fusionllm.errors import GraphError, UserError
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.ops import OPS
 
@@ -73,15 +73,7 @@ class JaxBackend:
         return JaxOptimizer(config, parameters)
 
     def from_buffer(self, buffer: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-        view = checked_view(buffer, dtype, shape)
-        try:
-            flat = np.frombuffer(view, jax.numpy.dtype(dtype)) if len(view) else np.empty(0, jax.numpy.dtype(dtype))
-            return flat.reshape(shape)
-        except (ValueError, OverflowError):  # e.g. a size past 64 bits beside a size of 0
-            raise RemoteProtocolError(
-                f"numpy cannot hold {dtype}{list(shape)[:16]}; sizes and rank are too large"
-            ) from None
+        return shaped_array(checked_view(buffer, dtype, shape), jax.numpy.dtype(dtype), shape)
 
     def to_bytes(self, array: Any) -> memoryview:
-        flat = np.asarray(array).reshape(-1)
-        return np.ascontiguousarray(flat).view(np.uint8).data if flat.size else memoryview(b"")
+        return array_bytes(array)

@@ -16,7 +16,7 @@ import numpy as np
 from tinygrad import Context as Setting
 from tinygrad import Device, Tensor, dtypes
 
-from fusionllm.compute.backend import Context, Ran, Ready, checked_view
+from fusionllm.compute.backend import Context, Ran, Ready, array_bytes, checked_view, shaped_array
 from fusionllm.compute.memory import resident_peak_bytes
 from fusionllm.compute.optimizers import group_arguments, known_options
 from fusionllm.compute.options import ComputeOptions, OptimConfig
@@ -69,16 +69,10 @@ class TinygradBackend:
         view = checked_view(buffer, dtype, shape)
         if dtype not in _DTYPES:
             raise RemoteProtocolError(f"the tinygrad backend has no {dtype}; it has {', '.join(sorted(_DTYPES))}")
-        try:
-            return np.frombuffer(view, dtype).reshape(shape) if len(view) else np.empty(shape, dtype)
-        except (ValueError, OverflowError):
-            raise RemoteProtocolError(
-                f"numpy cannot hold {dtype}{list(shape)[:16]}; sizes and rank are too large"
-            ) from None
+        return shaped_array(view, np.dtype(dtype), shape)
 
     def to_bytes(self, array: Any) -> memoryview:
-        flat = np.asarray(array).reshape(-1)
-        return np.ascontiguousarray(flat).view(np.uint8).data if flat.size else memoryview(b"")
+        return array_bytes(array)
 
 
 class TinygradProgram:
