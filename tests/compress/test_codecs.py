@@ -213,6 +213,20 @@ def test_klt_sends_its_basis_now_and_then_and_the_receiver_remembers() -> None:
     assert min(sizes) == plain
 
 
+def test_klt_ec_learns_its_covariance_only_shortly_before_a_new_basis() -> None:
+    spec, shape = parse_codec("klt-ec:rate=2,refresh=60"), (64, 8)
+    state, learned, renewed = compress.init(spec, shape, "float32"), [], []
+    for message in range(80):
+        _, after = compress.encode(normal(message, *shape), state)
+        if not torch.equal(after.tensors["covariance"], state.tensors["covariance"]):
+            learned.append(message)
+        if int(after.tensors["version"]) > int(state.tensors["version"]):
+            renewed.append(message)
+        state = after
+    assert renewed == [0, 1, 2, 5, 10, 15, 23, 35, 53]
+    assert learned == list(range(54)) + list(range(80 - 22 + 1, 80))  # the next one is due at 80
+
+
 def test_klt_refuses_a_basis_it_does_not_hold() -> None:
     spec, shape = parse_codec("klt"), (16, 8)
     state = compress.init(spec, shape, "float32")

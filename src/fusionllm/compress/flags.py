@@ -13,13 +13,15 @@ the integers that are due.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from fusionllm.compress.positions import Positions, decode_positions, encode_positions
 from fusionllm.errors import RemoteProtocolError
 
-Integers = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.float64]
 Classes = npt.NDArray[np.uint8]
@@ -176,7 +178,7 @@ def _read_nonzeros(reader: Reader, num_rows: int, column_classes: Classes) -> Fl
     starts = [0] * len(streams)
     for column, kind in enumerate(column_classes.tolist()):
         classes = context.classes(kind)
-        for of in np.unique(classes).tolist():
+        for of in np.flatnonzero(np.bincount(classes)).tolist():
             rows = np.flatnonzero(classes == of)
             part = streams[of][starts[of] : starts[of] + rows.size]
             if part.size != rows.size:
@@ -198,12 +200,17 @@ def classes_of(
     return (low | np.searchsorted(LONGER_EDGES, longer) << 4).astype(np.uint8)
 
 
-def write_integers(codes: Integers, classes: Classes) -> bytes:
-    """Codes [rows, columns] of magnitude up to ``MAX_MAGNITUDE`` and the class of each column -> bytes."""
+def write_integers(codes: Integers, classes: Classes, looks: int | None = None) -> bytes:
+    """Codes [rows, columns] of magnitude up to ``MAX_MAGNITUDE`` and the class of each column -> bytes.
+
+    Args:
+        looks: 1 where a row's flags tell of its next ones, 0 where not; None: what takes less. The first byte says it.
+    """
     columns = np.ascontiguousarray(codes.T)
     flags = (columns != 0).astype(np.uint8)
     low = (classes & 15).astype(np.uint8)
-    parts = [min((_write_nonzeros(flags, low, looks) for looks in (0, 1)), key=len)]
+    ways = (0, 1) if looks is None else (looks,)
+    parts = [min((_write_nonzeros(flags, low, way) for way in ways), key=len)]
     for kind in np.unique(classes >> 4):
         flat = columns[classes >> 4 == kind].reshape(-1)
         parts.append(_write_magnitudes(np.abs(flat[flat != 0])))
@@ -217,7 +224,7 @@ def read_integers(reader: Reader, num_rows: int, classes: Classes) -> Integers:
     low = (classes & 15).astype(np.uint8)
     if low.size and int(low.max()) > NONZERO_EDGES.size:
         raise RemoteProtocolError(f"a column is of class {int(low.max())}; {NONZERO_EDGES.size} is the last")
-    columns = _read_nonzeros(reader, num_rows, low).astype(np.int64)
+    columns = _read_nonzeros(reader, num_rows, low).astype(np.int16)
     for kind in np.unique(classes >> 4):
         block = columns[classes >> 4 == kind].reshape(-1)
         block[block != 0] = _read_magnitudes(reader, int(np.count_nonzero(block)))
@@ -225,5 +232,5 @@ def read_integers(reader: Reader, num_rows: int, classes: Classes) -> Integers:
     flat = columns.reshape(-1)
     there = np.flatnonzero(flat)
     signs = np.frombuffer(reader.take(-(-there.size // 8)), np.uint8)
-    flat[there] *= 1 - 2 * np.unpackbits(signs, count=there.size).astype(np.int64)
+    flat[there] *= 1 - 2 * np.unpackbits(signs, count=there.size).astype(np.int16)
     return np.ascontiguousarray(flat.reshape(columns.shape).T)

@@ -51,6 +51,8 @@ _DECAY = 0.9
 #: A young covariance changes fast: refresh at these messages too, then at intervals that grow with the message's age.
 _EARLY = (0, 1, 2, 5, 10)
 _GROWTH = 1.5
+#: Only so many messages before a new basis enter its covariance: the older ones would weigh a tenth of it.
+_MEMORY = 22
 #: A value is rounded up from this part of a step on; 0.5 would be plain rounding.
 _ROUND_UP_FROM = 0.65
 #: A direction with fewer nonzeros than this is not worth its column of the basis.
@@ -75,11 +77,14 @@ def _init(spec: CodecSpec, shape: tuple[int, ...], dtype: str) -> dict[str, Tens
         "scales": torch.zeros(width, dtype=torch.bfloat16),
         "step": torch.ones(()),
         "overhead": torch.tensor(1.05),
+        "looks": torch.ones((), dtype=torch.int64),
     }
 
 
-def _is_refresh(message: int, last: int, refresh: int) -> bool:
-    return message in _EARLY or message >= min(last + refresh, max(_EARLY[-1], last) * _GROWTH)
+def _due(last: int, refresh: int) -> int:
+    """The message that brings a new basis after that of message ``last``."""
+    early = next((message for message in _EARLY if message > last), math.inf)
+    return math.ceil(min(early, last + refresh, max(_EARLY[-1], last) * _GROWTH))
 
 
 def _row_scales(rows: Tensor, state: CodecState) -> tuple[float, Tensor, Tensor]:
@@ -135,10 +140,9 @@ def _next_step(step: float, excess: float, too_fine: float, enough: float) -> fl
     return step * (2.0 if too_fine else 0.5)
 
 
-def _counts(coefficients: Tensor, step: float) -> tuple[Tensor, Tensor]:
-    """Per direction, how many codes off its shift a step leaves and the sum of their magnitudes, float64."""
-    magnitudes = (_quantised(coefficients, step) - _shifts(coefficients.mean(0), step)).abs_()
-    return (magnitudes > 0).sum(0).double(), magnitudes.sum(0, dtype=torch.float64)
+def _counts(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Per direction, how many codes are not zero and the sum of their magnitudes, float64."""
+    return torch.count_nonzero(codes, 0).double(), codes.abs().sum(0, dtype=torch.float64)
 
 
 def find_step(coefficients: Tensor, budget_bits: float, start: float) -> float:
@@ -148,7 +152,8 @@ def find_step(coefficients: Tensor, budget_bits: float, start: float) -> float:
     least = max(float(coefficients.abs().max()) / (_MAX_CODE - 1), 1e-30) if coefficients.numel() else 1.0
     step, too_fine, enough = max(start, least), 0.0, math.inf
     for _ in range(_MAX_ATTEMPTS):
-        bits = _entropy_bits(*_counts(sample, step), sample.shape[0])
+        codes = _quantised(sample, step).sub_(_shifts(sample.mean(0), step))
+        bits = _entropy_bits(*_counts(codes), sample.shape[0])
         if bits <= budget_bits and (bits >= 0.98 * budget_bits or step == least or enough <= 1.005 * too_fine):
             break
         if bits > budget_bits:
@@ -181,15 +186,14 @@ def _basis(tensors: Mapping[str, Tensor]) -> Tensor:
     return dequantise(tensors["scales"][:count], tensors["columns"][:count].view(torch.uint8), 8)
 
 
-def _offsets(coefficients: Tensor, step: float) -> tuple[float, float]:
+def _offsets(coefficients: Tensor, quantised: Tensor, step: float) -> tuple[float, float]:
     """How far, in steps, the mean coefficient of magnitude 1 and of the others lies from its magnitude."""
-    magnitudes = _quantised(coefficients, step).abs_()
-    away = (coefficients.abs() / step - magnitudes).double()
-    found = []
-    for these in (magnitudes == 1, magnitudes > 1):
-        mean = float(away[these].mean()) if bool(these.any()) else 0.0
-        found.append(min(0.5, max(-0.5, mean)))
-    return found[0], found[1]
+    there = quantised != 0
+    magnitudes = quantised[there].abs_()
+    away, is_one = coefficients[there].abs_().div_(step).sub_(magnitudes).double(), magnitudes == 1
+    sums, counts = (float(away[is_one].sum()), float(away.sum())), (int(is_one.sum()), is_one.numel())
+    near, far = sums[0] / max(1, counts[0]), (sums[1] - sums[0]) / max(1, counts[1] - counts[0])
+    return min(0.5, max(-0.5, near)), min(0.5, max(-0.5, far))
 
 
 def _encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload, Mapping[str, Tensor]]:
@@ -207,13 +211,14 @@ def _encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload
     coefficients = unit @ basis.t().to(x.device)
     limit = klt_ec_message_num_bytes(state.spec.value, state.shape) - _HEAD.size - len(row_scales)
     step = find_step(coefficients, budget_bits, float(tensors["step"]))
-    body, entropy_bits = _body(coefficients, step)
+    means, looks = coefficients.mean(0), None if refresh else int(tensors["looks"])
+    body, quantised, entropy_bits, looks = _body(coefficients, means, step, looks)
     while len(body) > limit:
         step *= 1.25
-        body, entropy_bits = _body(coefficients, step)
+        body, quantised, entropy_bits, looks = _body(coefficients, means, step, looks)
     overhead = min(2.0, max(0.5, 8 * len(body) / entropy_bits)) if entropy_bits else float(tensors["overhead"])
-    tensors |= {"step": torch.tensor(step), "overhead": torch.tensor(overhead)}
-    offsets = _offsets(coefficients, step)
+    tensors |= {"step": torch.tensor(step), "overhead": torch.tensor(overhead), "looks": torch.tensor(looks)}
+    offsets = _offsets(coefficients, quantised, step)
     head = _HEAD.pack(int(tensors["version"]) & 0xFFFFFFFF, refresh, count, step, *offsets, top)
     sent = [to_bytes_view(tensors["scales"][:count]), to_bytes_view(tensors["columns"][:count])] if refresh else []
     return [memoryview(head), *sent, memoryview(row_scales + body)], tensors
@@ -222,10 +227,11 @@ def _encode(x: Tensor, state: CodecState, reference: Reference) -> tuple[Payload
 def _advanced(state: CodecState, unit: Tensor, budget_bits: float) -> tuple[dict[str, Tensor], bool]:
     """The state after one more message of rows of unit rms, and whether its basis is new."""
     tensors, message = dict(state.tensors), int(state.tensors["message"])
-    fresh = unit.t() @ unit / unit.shape[0]
-    old = tensors["covariance"].to(unit.device)
-    tensors["covariance"] = _DECAY * old + (1 - _DECAY) * fresh if message else fresh
-    refresh = _is_refresh(message, int(tensors["refreshed"]), state.spec.integer("refresh"))
+    due = _due(int(tensors["refreshed"]), state.spec.integer("refresh")) if message else 0
+    if message > due - _MEMORY:
+        old, fresh = tensors["covariance"].to(unit.device), unit.t() @ unit / unit.shape[0]
+        tensors["covariance"] = _DECAY * old + (1 - _DECAY) * fresh if message else fresh
+    refresh = message >= due
     if refresh:
         tensors.update(_refreshed(tensors, unit, budget_bits))
     tensors["message"] = torch.tensor(message + 1)
@@ -247,7 +253,7 @@ def _write_row_scales(codes: Tensor) -> bytes:
     """Scales [rows] as a byte each, or by how far they are from the middle one where that is less."""
     plain = codes.cpu().numpy()
     middle = int(np.median(plain))
-    coded = bytes((1, middle)) + _write_column(plain.astype(np.int64) - middle)
+    coded = bytes((1, middle)) + _write_column(plain.astype(np.int16) - middle)
     return coded if len(coded) <= plain.size else b"\0" + plain.tobytes()
 
 
@@ -261,17 +267,21 @@ def _read_row_scales(reader: Reader, num_rows: int) -> Tensor:
     return torch.from_numpy(codes.astype(np.uint8))
 
 
-def _body(coefficients: Tensor, step: float) -> tuple[bytes, float]:
-    """Directions' shifts and classes, and the integers; their entropy in bits, by direction."""
-    nonzeros, sums = _counts(coefficients, step)
-    shifts = _shifts(coefficients.mean(0), step)
-    codes = (_quantised(coefficients, step) - shifts).to(torch.int64).cpu().numpy()
+def _body(
+    coefficients: Tensor, means: Tensor, step: float, looks: int | None
+) -> tuple[bytes, Tensor, float, int]:
+    """Directions' shifts and classes, and the integers; the coefficients in whole steps; the integers' entropy in bits,
+    by direction; how they are coded, which ``looks`` asks for."""
+    quantised, shifts = _quantised(coefficients, step), _shifts(means, step)
+    codes = quantised - shifts
+    nonzeros, sums = _counts(codes)
     used = np.flatnonzero((nonzeros.cpu() > 0) | (shifts.cpu() != 0))
     count = int(used[-1]) + 1 if used.size else 0
     classes = classes_of(nonzeros.cpu().numpy()[:count], sums.cpu().numpy()[:count], codes.shape[0])
-    head = _COUNT.pack(count) + _write_column(shifts.cpu().numpy()[:count].astype(np.int64))
-    body = b"".join((head, classes.tobytes(), write_integers(codes[:, :count], classes)))
-    return body, _entropy_bits(nonzeros, sums, codes.shape[0])
+    integers = write_integers(codes[:, :count].to(torch.int16).cpu().numpy(), classes, looks)
+    head = _COUNT.pack(count) + _write_column(shifts.cpu().numpy()[:count].astype(np.int16))
+    entropy_bits = _entropy_bits(nonzeros, sums, codes.shape[0])
+    return b"".join((head, classes.tobytes(), integers)), quantised, entropy_bits, integers[0]
 
 
 def _read_basis(data: Reader, width: int, count: int) -> dict[str, Tensor]:
