@@ -11,9 +11,18 @@ from tests.schedule.test_planner import instances, make_cluster, make_workload
 from fusionllm.errors import PlanError
 from fusionllm.estimate.coding import assumed_speed
 from fusionllm.ir.codec import IDENTITY, CodecSpeed, parse_codec
-from fusionllm.schedule.coded import best_coded, give_codecs, ladder_factors, link_loads, propose, replay_coded
+from fusionllm.schedule.coded import (
+    backward_codec,
+    best_coded,
+    give_codecs,
+    ladder_factors,
+    link_loads,
+    propose,
+    replay_coded,
+)
 from fusionllm.schedule.placement import Placement, replay_placement
 from fusionllm.schedule.planner import plan_placement
+from fusionllm.schedule.ratios import LADDER, PRETRAINED
 
 MIB = 1 << 20
 
@@ -41,7 +50,7 @@ def test_codecs_only_help_when_they_cost_no_time(instance, rule):
         assert best.step_s <= plan_placement(workload, cluster)[0].step_s * 1.01 + 1e-9
         assert best.step_s <= plain * (1 + 1e-9)
     if rule == "":
-        assert best.codecs == dense and best.loss == (0, 0)
+        assert best.codecs == dense and best.loss((IDENTITY,)) == (0, 0)
 
 
 def test_a_slow_link_is_compressed_and_a_fast_one_is_not():
@@ -56,6 +65,20 @@ def test_a_slow_link_is_compressed_and_a_fast_one_is_not():
     out, back = link_loads(workload, cluster, placement)[1]
     assert out.shape == (4 * MIB // 4 // 256, 256) and out.dtype == "float32"
     assert back.bandwidth_bytes_per_s == 0.5 * MIB
+
+
+@pytest.mark.parametrize(
+    ("ladder", "rung"), [(LADDER, "klt-ec:rate=1.3"), (LADDER[:4], "hadamard"), (PRETRAINED, "outlier")]
+)
+def test_a_link_in_time_goes_down_the_ladder_while_that_is_worth_the_steps(ladder, rung):
+    """One microbatch, so every second on the link is waited for: 16 dense, 40 of compute."""
+    cluster = make_cluster([1, 1], 0.5 * MIB)
+    workload = wide(make_workload([20.0 / 3] * 2, [3], num_microbatches=1))
+    placement = Placement(nodes=(0, 1), boundaries=(1,))
+    best = best_coded([placement], "deadline", workload, cluster, ladder=ladder)
+    assert [[str(spec) for spec in pair] for pair in best.codecs] == [[rung, rung]]
+    assert best.step_s <= best.cost_s <= best.step_s * 1.01
+    assert all(backward_codec(spec).name == "tangent" for spec in best.codecs[0])
 
 
 def test_the_time_of_coding_counts_on_both_ends():

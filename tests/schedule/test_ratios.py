@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.codec import IDENTITY, CodecSpeed, dense_num_bytes, expected_num_bytes
-from fusionllm.schedule.ratios import LADDER, LinkLoad, choose_codecs, deadline
+from fusionllm.schedule.ratios import EXTRA_STEPS, LADDER, PRETRAINED, LinkLoad, choose_codecs, deadline, default_floor, ladder_to
 
 loads = st.lists(
     st.builds(
@@ -51,7 +51,18 @@ def test_a_slow_codec_is_not_taken():
     assert deadline([load(10)], 1e-6, speeds=[None, *[slow] * (len(LADDER) - 1)]) == [IDENTITY]
 
 
+def test_how_far_down_is_by_what_the_model_knows():
+    assert ladder_to(default_floor(pretrained=False)) == LADDER
+    assert ladder_to(default_floor(pretrained=True)) == PRETRAINED
+    assert ladder_to("int8:block=64") == LADDER[:3]
+    sizes = [expected_num_bytes(spec, (512, 1024), "float32") for spec in LADDER]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [*EXTRA_STEPS.values()] == sorted(EXTRA_STEPS.values())
+
+
 def test_what_cannot_be_is_named():
+    with pytest.raises(UserError, match="floor is 'int2'; it must be a codec of the ladder: identity, cast"):
+        ladder_to("int2")
     with pytest.raises(UserError, match="known: adatopk-paper"):
         choose_codecs("adatopk", [], 3)
     with pytest.raises(PlanError, match=r"ratio 0\.5"):

@@ -94,7 +94,7 @@ class CompressionTable(_Table, frozen=True, kw_only=True):
         links: ``slow``: between fences; ``all``.
         rule: choose the codec of each link instead, from what was measured: ``deadline`` (just enough that no link is
             waited for), ``adatopk-paper`` or ``uniform-topk`` (with ``ratio``).
-        floor: the most lossy codec that ``deadline`` may choose.
+        floor: the most lossy codec that ``deadline`` may choose; empty: by whether the model begins at random.
         band: how far the validation loss may rise above its best, in nats, before all links go dense; 0: as far as it
             likes. A link whose own error runs away goes dense by itself.
         dense_last: share of the last steps that travel dense, so that the model is good without the codecs.
@@ -105,7 +105,7 @@ class CompressionTable(_Table, frozen=True, kw_only=True):
     links: Literal["slow", "all"] = "slow"
     rule: str = ""
     ratio: float = 100.0
-    floor: str = "hadamard"
+    floor: str = ""
     band: float = 0.2
     dense_last: float = 0.0
 

@@ -28,6 +28,7 @@ from fusionllm.errors import FusionError
 from fusionllm.ir.graph import encode_graph
 from fusionllm.ir.plan import Plan
 from fusionllm.protocol import messages as m
+from fusionllm.schedule.ratios import default_floor
 from fusionllm.store.checkpoint import load_checkpoint, save_checkpoint
 from fusionllm.store.manifest import CheckpointMeta
 from fusionllm.store.run_dir import RunDir
@@ -237,7 +238,7 @@ class Run:
                 links=config.compression.links,
                 rule=config.compression.rule,
                 ratio=config.compression.ratio,
-                floor=config.compression.floor,
+                floor=config.compression.floor or default_floor(pretrained=not job.source.from_scratch),
             ),
             fence_links=config.fence_links(),
             fence_lines=config.fence_lines(),

@@ -23,7 +23,7 @@ from fusionllm.schedule.coded import Coded, backward_codec, best_coded, ladder_f
 from fusionllm.schedule.partition import partition_graph
 from fusionllm.schedule.pipeline import pipeline_name
 from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Placement, Share
-from fusionllm.schedule.ratios import LADDER, check_rule
+from fusionllm.schedule.ratios import LADDER, check_rule, default_floor, ladder_to
 from fusionllm.schedule.workload import StepOptions, build_workload
 
 #: Ways to plan that look at devices and links: the paper's, and ours.
@@ -242,7 +242,7 @@ def _ladder(compression: Compression) -> tuple[CodecSpec, ...]:
     if not compression.rule:
         return LADDER[:1]
     check_rule(compression.rule, compression.ratio, compression.floor)
-    return LADDER[: [*map(str, LADDER)].index(compression.floor) + 1]
+    return ladder_to(compression.floor or default_floor(pretrained=True))
 
 
 def _codecs_by_hand(nodes: Sequence[Member], compression: Compression) -> tuple[tuple[CodecSpec, CodecSpec], ...]:

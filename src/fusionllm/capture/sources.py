@@ -34,6 +34,7 @@ class Source:
         example_inputs: inputs by name with at least 2 rows, when the source gave some.
         max_seq_len, vocab_size: of a language model, None where there is no such thing.
         pretrained: its weights were read from a folder.
+        random: it was made from a config, with random weights.
         inits, values, folder: of a model without weights: how its parameters begin, the values of those that its
             constructor made, or the folder with its weights.
         notice: a sentence for whoever creates the job about what was changed in the model; empty for nothing.
@@ -48,6 +49,12 @@ class Source:
     folder: Path | None = None
     notice: str = ""
     pretrained: bool = False
+    random: bool = False
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether it is known to begin at random; a module or function of the user's may bring any weights."""
+        return self.random and self.folder is None
 
 
 def resolve_model(
@@ -138,7 +145,7 @@ def _from_config(hf_config: Any) -> Source:
         module = factory.from_config(hf_config, dtype=torch.float32)
     except (ValueError, TypeError) as error:
         raise UserError(f"Hugging Face cannot build this model: {error}") from None
-    return _with_limits(Source(module), hf_config)
+    return _with_limits(Source(module, random=True), hf_config)
 
 
 def _architecture(name: str, overrides: Mapping[str, Any]) -> Any:

@@ -23,13 +23,18 @@ TRAFFIC = {
     "topk-paper": (17.0, 3.5),
     "klt": (107.0, 54.0),
 }
+#: Seconds per element to encode and decode of those whose entropy coder runs on the host's processor, measured there.
+ON_HOST = {"klt-ec": (3e-8, 3e-8)}
 #: Operators that a codec runs, each launched by itself.
 LAUNCHES = 10
 
 
 def assumed_speed(spec: CodecSpec, device: str) -> CodecSpeed | None:
     """Of a known device; None for one that is not, and for a codec that nobody measured."""
-    known, traffic = DEVICES.get(device), TRAFFIC.get(spec.core.name)
+    known, name = DEVICES.get(device), spec.core.name
+    if known is not None and name in ON_HOST:
+        return CodecSpeed(*ON_HOST[name], LAUNCHES * LAUNCH_S)
+    traffic = TRAFFIC.get(name)
     if known is None or traffic is None:
         return None
     rate = known.bytes_per_s * LAMBDA_MEMORY

@@ -16,7 +16,7 @@ from fusionllm.compute import calibrate
 from fusionllm.errors import FusionError, RemoteProtocolError
 from fusionllm.ir.cluster import NO_WAY, LinkProfile, NodeProfile
 from fusionllm.protocol import messages as m
-from fusionllm.schedule.ratios import LADDER
+from fusionllm.schedule.ratios import LADDER, PRETRAINED
 from fusionllm.transport import Endpoint, PeerAddress
 from fusionllm.transport.wire import LinkStats
 from fusionllm.units import KIB, MIB
@@ -51,7 +51,7 @@ def measure_device(backend: str, device: str) -> NodeProfile:
     from fusionllm.compress import measure_speed  # brings in torch, which a node without it has no use for
 
     profile = calibrate(backend, device)
-    speeds = {str(spec): measure_speed(spec, repeats=3) for spec in LADDER[1:]}
+    speeds = {str(spec): measure_speed(spec, repeats=3) for spec in (*LADDER[1:], PRETRAINED[-1])}
     return msgspec.structs.replace(profile, codecs=speeds)
 
 

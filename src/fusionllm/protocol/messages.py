@@ -102,7 +102,8 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         forward: of activations. backward: of their gradients.
         links: ``slow`` for those between fences, ``all``.
-        rule: instead of these codecs, one of `schedule.ratios`, with its ``ratio`` and ``floor``.
+        rule: instead of these codecs, one of `schedule.ratios`, with its ``ratio`` and ``floor``; an empty floor is
+            that of a pretrained model.
     """
 
     forward: str = "identity"
@@ -110,7 +111,7 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     links: Literal["slow", "all"] = "slow"
     rule: str = ""
     ratio: float = 100.0
-    floor: str = "hadamard"
+    floor: str = ""
 
 
 class LinkCodecs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

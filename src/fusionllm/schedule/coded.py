@@ -16,7 +16,6 @@ from fusionllm.ir.codec import (
     IDENTITY,
     CodecSpec,
     CodecSpeed,
-    codec_spec,
     dense_num_bytes,
     expected_num_bytes,
     fit_codec,
@@ -36,15 +35,17 @@ from fusionllm.schedule.placement import (
     link_rates,
 )
 from fusionllm.schedule.planner import ONE_FENCE, plan_placement
-from fusionllm.schedule.ratios import LADDER, LinkLoad, choose_codecs, deadline
+from fusionllm.schedule.ratios import EXTRA_STEPS, GRADIENT, LADDER, LinkLoad, choose_codecs, deadline
 from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
 
 #: Seconds of a codec on a node per element, or None where they do not count.
 Coding = Callable[[CodecSpec, NodeModel], CodecSpeed | None]
 #: Placements of each size of what crosses that are given codecs.
 KEPT_PER_SIZE = 3
-#: A plan this much faster is worth a lossier codec.
+#: A plan this much cheaper is worth a lossier codec.
 WORTH = 0.01
+#: Replays that moving single links may take.
+MAX_MOVES = 400
 #: Parts of the busiest stage's time tried as the deadline: where memory bounds what is in flight, a link that keeps
 #: just up is still waited for.
 DEADLINES = (1.0, 0.5, 0.25, 0.1)
@@ -58,11 +59,14 @@ class Coded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     step_s: float
 
     @property
-    def loss(self) -> tuple[int, int]:
-        """How far down the ladder the lossiest link is (a codec not on it: below), and how many lose something."""
-        specs = [spec for pair in self.codecs for spec in pair]
-        rungs = [LADDER.index(spec) if spec in LADDER else len(LADDER) for spec in specs]
-        return max(rungs, default=0), sum(rung > 0 for rung in rungs)
+    def cost_s(self) -> float:
+        """Seconds of a step times the steps that the codecs make more of them."""
+        return self.step_s * (1 + sum(EXTRA_STEPS.get(spec, 0.0) for pair in self.codecs for spec in pair))
+
+    def loss(self, ladder: Sequence[CodecSpec]) -> tuple[int, int]:
+        """How far down the ladder the lossiest link is (a codec not on it: below), and all rungs together."""
+        rungs = [ladder.index(spec) if spec in ladder else len(ladder) for pair in self.codecs for spec in pair]
+        return max(rungs, default=0), sum(rungs)
 
 
 def link_loads(workload: Workload, cluster: Cluster, placement: Placement) -> list[tuple[LinkLoad, LinkLoad]]:
@@ -217,7 +221,7 @@ def best_coded(
     ladder: Sequence[CodecSpec] = LADDER,
     slow_only: bool = False,
 ) -> Coded:
-    """The fastest of the placements under a rule, or one that is hardly slower and loses less.
+    """The cheapest of the placements under a rule, or one that is hardly dearer and loses less.
 
     Args:
         rule: of `schedule.ratios`; empty: dense. ratio: of the rules that take one.
@@ -240,13 +244,50 @@ def best_coded(
                 break
     if not found:
         raise PlanError("none of the placements fits")
-    limit = min(coded.step_s for coded in found.values()) * (1 + WORTH)
-    return min((c for c in found.values() if c.step_s <= limit), key=lambda c: (c.loss, c.step_s))
+    best = _least(found.values(), ladder)
+    return best if rule != "deadline" else moved_codecs(best, workload, cluster, coding=coding, ladder=ladder)
+
+
+def _least(found: Iterable[Coded], ladder: Sequence[CodecSpec]) -> Coded:
+    found = list(found)
+    limit_s = min(coded.cost_s for coded in found) * (1 + WORTH)
+    return min((c for c in found if c.cost_s <= limit_s), key=lambda c: (c.loss(ladder), c.cost_s))
+
+
+def moved_codecs(
+    coded: Coded,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    coding: Coding | None = None,
+    ladder: Sequence[CodecSpec] = LADDER,
+) -> Coded:
+    """Single directions of links that are coded moved along the ladder, as long as that makes the whole cheaper or
+    less lossy for nothing."""
+    loads = [load for pair in link_loads(workload, cluster, coded.placement) for load in pair]
+    flat = [spec for pair in coded.codecs for spec in pair]
+    left, moving = MAX_MOVES, True
+    while moving and left > 0:
+        moving = False
+        for k, load in enumerate(loads):
+            if flat[k - k % 2] == flat[k - k % 2 + 1] == IDENTITY:
+                continue
+            for spec in ladder:
+                trial = [*flat[:k], fit_codec(spec, load.shape, load.dtype), *flat[k + 1 :]]
+                if trial == flat or left == 0:
+                    continue
+                left -= 1
+                codecs = tuple(zip(trial[::2], trial[1::2]))
+                step_s = replay_coded(workload, cluster, coded.placement, codecs, coding).step_s
+                other = Coded(placement=coded.placement, codecs=codecs, step_s=step_s)
+                if _least((coded, other), ladder) is other:
+                    coded, flat, moving = other, trial, True
+    return coded
 
 
 def backward_codec(spec: CodecSpec) -> CodecSpec:
-    """Of the gradients of values coded by ``spec``: rotations keep the radial part exact (docs/codecs.md)."""
-    return codec_spec("tangent", {}, spec) if spec.name == "hadamard" else spec
+    """Of the gradients of values coded by ``spec`` (docs/codecs.md)."""
+    return GRADIENT.get(spec, spec)
 
 
 def _dense(placement: Placement) -> tuple[tuple[CodecSpec, CodecSpec], ...]:

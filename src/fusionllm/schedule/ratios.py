@@ -11,15 +11,25 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from fusionllm.errors import PlanError, UserError
-from fusionllm.ir.codec import IDENTITY, CodecSpec, CodecSpeed, codec_spec, expected_num_bytes, fit_codec
+from fusionllm.ir.codec import IDENTITY, CodecSpec, CodecSpeed, codec_spec, expected_num_bytes, fit_codec, parse_codec
 
-#: Dense first, then smaller and smaller on the wire; loss grows along it.
+#: Dense first, then smaller and smaller on the wire; loss grows along it. Of a model that begins at random.
 LADDER = tuple(
-    codec_spec(name, parameters)
-    for name, parameters in (
-        ("identity", {}), ("cast", {}), ("int8", {"block": 64}), ("hadamard", {}), ("hadamard", {"bits": 2}),
-    )
-)  # fmt: skip
+    parse_codec(text)
+    for text in ("identity", "cast", "int8:block=64", "hadamard", "klt-ec:rate=1.3", "klt-ec:rate=0.5,refresh=200")
+)
+#: Of a pretrained one: less than 4 bits forward, or a few channels cut off, lose what it knew before it can adapt.
+PRETRAINED = (*LADDER[:3], parse_codec("outlier"))
+#: What the gradients of values take that a rung codes; others take the same. `benchmarks convergence` ran these pairs.
+GRADIENT = {
+    LADDER[3]: parse_codec("tangent(hadamard)"),
+    LADDER[4]: parse_codec("tangent:bits=8(klt-ec:rate=1.1)"),
+    LADDER[5]: parse_codec("tangent:bits=8(klt-ec:rate=0.355,refresh=200)"),
+    PRETRAINED[3]: parse_codec("tangent(hadamard)"),
+}
+#: Steps more, as a share, to the same loss when one direction of one cut is coded so. From `benchmarks convergence`,
+#: three cuts both ways: losses of 0.006 and 0.047 nats where a tenth more steps gave 0.025.
+EXTRA_STEPS = {LADDER[4]: 0.004, LADDER[5]: 0.03}
 
 
 class LinkLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +75,8 @@ def deadline(
     ladder: Sequence[CodecSpec] = LADDER,
     speeds: Sequence[CodecSpeed | None] | None = None,
 ) -> list[CodecSpec]:
-    """Ours: each link takes the first codec of the ladder with which it is no longer the bottleneck.
+    """Ours: each link takes the first codec of the ladder with which it is no longer the bottleneck (`schedule.coded`
+    then moves single links).
 
     Args:
         deadline_s: seconds per microbatch of the busiest stage: what a link may take without being waited for.
@@ -98,11 +109,26 @@ def choose_codecs(rule: str, loads: Sequence[LinkLoad], number: float) -> list[C
     return RATIO_RULES[rule](loads, number)
 
 
+def default_floor(pretrained: bool) -> str:
+    """The most lossy codec for a model that begins at random, or knows something already."""
+    return str((PRETRAINED if pretrained else LADDER)[-1])
+
+
+def ladder_to(floor: str) -> tuple[CodecSpec, ...]:
+    """The codecs that ``deadline`` may choose from. Raises UserError for a floor of no ladder."""
+    for ladder in (LADDER, PRETRAINED):
+        for count, spec in enumerate(ladder, 1):
+            if str(spec) == floor:
+                return ladder[:count]
+    known = ", ".join(map(str, (*LADDER, PRETRAINED[-1])))
+    raise UserError(f"floor is {floor!r}; it must be a codec of the ladder: {known}")
+
+
 def check_rule(name: str, ratio: float, floor: str) -> None:
-    """Raises UserError for a rule, ratio or floor that is not one."""
+    """Raises UserError for a rule, ratio or floor that is not one; an empty floor is left to the model."""
     if name not in RATIO_RULES:
         raise UserError(f"unknown ratio rule {name!r}; known: {', '.join(RATIO_RULES)}")
     if not 1 <= ratio < float("inf"):
         raise UserError(f"ratio is {ratio}; it must be at least 1 and finite")
-    if floor not in map(str, LADDER):
-        raise UserError(f"floor is {floor!r}; it must be a codec of the ladder: {', '.join(map(str, LADDER))}")
+    if floor:
+        ladder_to(floor)
