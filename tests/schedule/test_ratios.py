@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.codec import IDENTITY, CodecSpeed, dense_num_bytes, expected_num_bytes
-from fusionllm.schedule.ratios import EXTRA_STEPS, LADDER, PRETRAINED, LinkLoad, choose_codecs, deadline, default_floor, ladder_to
+from fusionllm.schedule.ratios import (
+    EXTRA_STEPS,
+    LADDER,
+    PRETRAINED,
+    LinkLoad,
+    choose_codecs,
+    deadline,
+    default_floor,
+    ladder_to,
+)
 
 loads = st.lists(
     st.builds(

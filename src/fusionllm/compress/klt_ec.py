@@ -267,9 +267,7 @@ def _read_row_scales(reader: Reader, num_rows: int) -> Tensor:
     return torch.from_numpy(codes.astype(np.uint8))
 
 
-def _body(
-    coefficients: Tensor, means: Tensor, step: float, looks: int | None
-) -> tuple[bytes, Tensor, float, int]:
+def _body(coefficients: Tensor, means: Tensor, step: float, looks: int | None) -> tuple[bytes, Tensor, float, int]:
     """Directions' shifts and classes, and the integers; the coefficients in whole steps; the integers' entropy in bits,
     by direction; how they are coded, which ``looks`` asks for."""
     quantised, shifts = _quantised(coefficients, step), _shifts(means, step)
