@@ -25,6 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import msgspec
 
 from fusionllm.errors import PlanError
+from fusionllm.estimate.library import known_rates
 from fusionllm.ir.graph import OpGraph
 from fusionllm.schedule.coded import Coded, best_coded, ladder_factors, propose, scaled_cuts
 from fusionllm.schedule.pipeline import AHEAD
@@ -32,7 +33,7 @@ from fusionllm.schedule.placement import BASELINES, Cluster, Workload, find_fenc
 from fusionllm.schedule.planner import plan_placement
 from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.cluster import build_cluster, load_cluster
-from fusionllm.sim.codecs import known_speed
+from fusionllm.sim.codecs import speeds_of
 
 CLUSTERS = ("paper-24", "paper-48", "paper-48-homes", "eight-cities")
 FOLDER = Path(__file__).parents[1] / "examples" / "clusters"
@@ -40,6 +41,8 @@ FOLDER = Path(__file__).parents[1] / "examples" / "clusters"
 CODECS = {"dense": "", "uniform Top-K 100": "uniform-topk", "AdaTopK 100": "adatopk-paper", "deadline": "deadline"}
 RATIO = 100.0
 OURS = "ours"
+#: What coding takes on the library's devices.
+SPEEDS = speeds_of(known_rates())
 #: A plan this near to ours counts as winning, as it needs less of the world.
 NEAR = 1.02
 
@@ -123,7 +126,7 @@ def _untied(workload: Workload, cluster: Cluster) -> float | None:
 
 
 def _best(pool: list[Any], rule: str, workload: Workload, cluster: Cluster) -> Coded:
-    return best_coded(pool, rule, workload, cluster, ratio=RATIO, coding=known_speed)
+    return best_coded(pool, rule, workload, cluster, ratio=RATIO, coding=SPEEDS)
 
 
 def _step_s(placements: list[Any], rule: str, workload: Workload, cluster: Cluster) -> float | None:

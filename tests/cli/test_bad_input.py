@@ -191,6 +191,7 @@ def test_flags_are_frozen():
             "weights_from", "allow_op", "imports"},
         "graph": {"model", "batch", "seq_len", "sets", "as_json", "dot", "text"},
         "export": {"run", "folder", "step", "as_json"},
+        "calibrate": {"name", "backend", "device", "append", "as_json"},
         "plan": {
             "graph_or_run", "cluster", "microbatch_size", "num_microbatches", "pipeline", "precision", "optimizer",
             "device_model", "what_if", "codecs", "ratio", "advice", "svg", "as_json",

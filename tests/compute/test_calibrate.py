@@ -23,8 +23,9 @@ def test_a_device_that_works_a_part_of_the_time_shows_it():
     assert 0.004 < sustained_s(call) < 0.01
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", CALIBRATIONS)
-def test_every_kind_of_operator_is_measured(backend: str):
-    profile = calibrate(backend, "cpu")
+def test_every_kind_of_operator_is_measured(backend: str, precision: str):
+    profile = calibrate(backend, "cpu", precision)
     assert {sample.kind for sample in profile.samples} == {"matmul", "attention", "convolution", "memory"}
     assert profile.memory_bytes > 0 and all(0 < sample.seconds < 10 for sample in profile.samples)

@@ -10,6 +10,7 @@ from tests.schedule.test_planner import instances, make_cluster, make_workload
 
 from fusionllm.errors import PlanError
 from fusionllm.estimate.coding import assumed_speed
+from fusionllm.estimate.library import known_rates
 from fusionllm.ir.codec import IDENTITY, CodecSpeed, parse_codec
 from fusionllm.schedule.coded import (
     backward_codec,
@@ -20,9 +21,10 @@ from fusionllm.schedule.coded import (
     propose,
     replay_coded,
 )
-from fusionllm.schedule.placement import Placement, replay_placement
+from fusionllm.schedule.placement import NodeModel, Placement, replay_placement
 from fusionllm.schedule.planner import plan_placement
 from fusionllm.schedule.ratios import LADDER, PRETRAINED
+from fusionllm.sim.codecs import speeds_of
 
 MIB = 1 << 20
 
@@ -94,10 +96,13 @@ def test_the_time_of_coding_counts_on_both_ends():
 
 
 def test_assumed_speeds_are_of_known_devices():
-    fast, slow = (assumed_speed(parse_codec("hadamard"), name) for name in ("A100 40GB", "RTX 2080 Ti"))
+    fast, slow = (assumed_speed(parse_codec("hadamard"), known_rates()[name]) for name in ("A100 40GB", "RTX 2080 Ti"))
     assert fast is not None and slow is not None and fast.encode_s(1000) < slow.encode_s(1000)
-    assert assumed_speed(parse_codec("tangent(hadamard)"), "T4") == assumed_speed(parse_codec("hadamard"), "T4")
-    assert assumed_speed(IDENTITY, "abacus") is None
+    t4 = known_rates()["T4"]
+    assert assumed_speed(parse_codec("tangent(hadamard)"), t4) == assumed_speed(parse_codec("hadamard"), t4)
+    speeds, node = speeds_of({"mine": t4}), NodeModel(name="a", flops_per_s=1.0, device="mine")
+    assert speeds(parse_codec("cast"), node) == assumed_speed(parse_codec("cast"), t4)
+    assert speeds(IDENTITY, msgspec.structs.replace(node, device="abacus")) is None
 
 
 def test_what_cannot_be_coded_is_named():

@@ -1,4 +1,4 @@
-"""The command line: `fusionllm train | broker | join | graph | plan | simulate | export | testbed`.
+"""The command line: `fusionllm train | broker | join | graph | calibrate | plan | simulate | export | testbed`.
 
 The roof: parses, calls the api, prints.
 
@@ -19,6 +19,7 @@ import typer
 
 from fusionllm import __version__
 from fusionllm.cli import testbed
+from fusionllm.cli.calibrate import calibrate
 from fusionllm.cli.plan import plan
 from fusionllm.cli.simulate import simulate
 from fusionllm.errors import FusionError
@@ -41,6 +42,7 @@ def _version(value: bool) -> None:
 
 app.command()(plan)
 app.command()(simulate)
+app.command()(calibrate)
 app.add_typer(testbed.app, name="testbed")
 
 

@@ -20,7 +20,7 @@ from fusionllm.ir.graph import MAX_GRAPH_BYTES, OpGraph, decode_graph
 from fusionllm.schedule.placement import Workload
 from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.advice import advise
-from fusionllm.sim.cluster import ClusterSpec, build_cluster
+from fusionllm.sim.cluster import ClusterSpec, build_cluster, device_rates
 from fusionllm.sim.codecs import CodedReport, plan_codecs
 from fusionllm.sim.study import Study, best_plan, study
 from fusionllm.units import format_bandwidth, format_duration, format_num_bytes
@@ -61,10 +61,11 @@ def show_plan(
     graph: OpGraph, specs: dict[str, ClusterSpec], options: StepOptions, device_model: str, output: Output
 ) -> None:
     """Plan on each cluster, the first unchanged, and print. Raises PlanError when the first has no plan."""
+    rates = device_rates(specs[""], options.precision)
 
     def rebuild(size: int, count: int) -> Workload:
         changed = msgspec.structs.replace(options, microbatch_size=size, num_microbatches=count)
-        return build_workload(graph, changed)
+        return build_workload(graph, changed, rates)
 
     def smaller() -> Iterator[tuple[str, Callable[[], Workload]]]:
         size, count = options.microbatch_size, options.num_microbatches
@@ -84,7 +85,7 @@ def show_plan(
         )  # fmt: skip
         studies[""] = msgspec.structs.replace(found, advice=advice)
     if output.codecs:
-        coded = plan_codecs(workload, clusters[""], output.codecs, output.ratio)
+        coded = plan_codecs(workload, clusters[""], output.codecs, output.ratio, rates)
         studies[""] = msgspec.structs.replace(studies[""], coded=coded)
     if output.svg is not None:
         from fusionllm.cli.draw_plan import draw_plan

@@ -66,7 +66,7 @@ def simulate(
         from fusionllm.cli.show_plan import read_graph
         from fusionllm.schedule.workload import StepOptions, build_workload
         from fusionllm.sim.campaign import simulate as run
-        from fusionllm.sim.cluster import build_cluster, load_cluster
+        from fusionllm.sim.cluster import build_cluster, device_rates, load_cluster
         from fusionllm.sim.world import WorldOptions
         from fusionllm.units import parse_duration_s
 
@@ -81,8 +81,9 @@ def simulate(
             loss_every_s=parse_duration_s(loss_every), back_s=parse_duration_s(back),
             detect_s=parse_duration_s(detect), checkpoint_every=checkpoint_every, replan_every=replan_every,
         )  # fmt: skip
-        machines = build_cluster(load_cluster(cluster), precision, device_model)
-        found = run(build_workload(read_graph(graph_or_run), options), machines, steps, seed, world)
+        spec = load_cluster(cluster)
+        workload = build_workload(read_graph(graph_or_run), options, device_rates(spec, precision))
+        found = run(workload, build_cluster(spec, precision, device_model), steps, seed, world)
         if as_json:
             print(json.dumps({**msgspec.to_builtins(found), "slowdown": found.slowdown}))
         else:

@@ -78,12 +78,12 @@ def warm_up(name: str, device: str) -> Ready:
     return load_backend(choose_backend(name)).warm_up(device)
 
 
-def calibrate(name: str, device: str) -> NodeProfile:
-    """Measure a device with a backend. Raises UserError for a backend that cannot."""
+def calibrate(name: str, device: str, precision: str = "float32") -> NodeProfile:
+    """Measure a device with a backend, in float32 or bfloat16. Raises UserError for a backend that cannot."""
     module, _, attribute = CALIBRATIONS.get(name, "").partition(":")
     if not module:
         raise UserError(f"backend {name!r} has no calibration; known: {', '.join(CALIBRATIONS)}")
-    profile: NodeProfile = getattr(import_module(module), attribute)(device)
+    profile: NodeProfile = getattr(import_module(module), attribute)(device, precision)
     return profile
 
 

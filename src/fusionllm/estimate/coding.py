@@ -1,13 +1,13 @@
 """Coding: seconds a codec takes on a device nobody measured, from the rate of its memory.
 
-Pure data and one division. On the path: CodecSpec + device -> **CodecSpeed** -> `schedule.coded`. Codecs are bound by
-memory. The bytes below keep the proportions that were measured on a CPU (docs/codecs.md), where a cast, which reads 4
-and writes 2 bytes per element, took 7 ms: an ASSUMPTION for other devices until `compress.measure_speed` replaces it.
+Pure data and one division. On the path: CodecSpec + DeviceRates -> **CodecSpeed** -> `schedule.coded`. Codecs are bound
+by memory. The bytes below keep the proportions that were measured on a CPU (docs/codecs.md), where a cast, which reads
+4 and writes 2 bytes per element, took 7 ms: an ASSUMPTION for others until `compress.measure_speed` replaces it.
 """
 
 from __future__ import annotations
 
-from fusionllm.estimate.library import DEVICES, LAMBDA_MEMORY, LAUNCH_S
+from fusionllm.estimate.device import DeviceRates
 from fusionllm.ir.codec import CodecSpec, CodecSpeed
 
 #: Bytes of memory traffic per element to encode and to decode.
@@ -29,13 +29,12 @@ ON_HOST = {"klt-ec": (3e-8, 3e-8)}
 LAUNCHES = 10
 
 
-def assumed_speed(spec: CodecSpec, device: str) -> CodecSpeed | None:
-    """Of a known device; None for one that is not, and for a codec that nobody measured."""
-    known, name = DEVICES.get(device), spec.core.name
-    if known is not None and name in ON_HOST:
-        return CodecSpeed(*ON_HOST[name], LAUNCHES * LAUNCH_S)
-    traffic = TRAFFIC.get(name)
-    if known is None or traffic is None:
+def assumed_speed(spec: CodecSpec, device: DeviceRates) -> CodecSpeed | None:
+    """On a device; None for a codec that nobody measured."""
+    if spec.core.name in ON_HOST:
+        return CodecSpeed(*ON_HOST[spec.core.name], LAUNCHES * device.launch_s)
+    traffic = TRAFFIC.get(spec.core.name)
+    if traffic is None:
         return None
-    rate = known.bytes_per_s * LAMBDA_MEMORY
-    return CodecSpeed(traffic[0] / rate, traffic[1] / rate, LAUNCHES * LAUNCH_S)
+    encode_s, decode_s = (num_bytes / device.bytes_per_s for num_bytes in traffic)
+    return CodecSpeed(encode_s, decode_s, LAUNCHES * device.launch_s)

@@ -8,11 +8,8 @@ cycle. A device reaches part of its peak: the shares below are ASSUMPTIONS until
 
 from __future__ import annotations
 
-import difflib
-
 import msgspec
 
-from fusionllm.errors import UserError
 from fusionllm.estimate.device import DeviceRates
 
 #: Assumed parts of the peaks that training reaches: transformer products and attention, convolutions, memory.
@@ -84,10 +81,6 @@ DEVICES: dict[str, DeviceSpec] = {
 }
 
 
-def find_device(name: str) -> DeviceSpec:
-    """A known device. Raises UserError with the nearest names."""
-    if name in DEVICES:
-        return DEVICES[name]
-    near = difflib.get_close_matches(name, DEVICES, 3, 0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(DEVICES)}."
-    raise UserError(f"device {name[:80]!r} is not known; {hint} Or give flops_per_s and memory instead")
+def known_rates(precision: str = "bfloat16") -> dict[str, DeviceRates]:
+    """Assumed achieved rates of all devices here, by name."""
+    return {name: device.rates(precision) for name, device in DEVICES.items()}

@@ -11,7 +11,7 @@ from math import prod
 import msgspec
 
 from fusionllm.estimate.device import DeviceRates
-from fusionllm.estimate.library import DEVICES
+from fusionllm.estimate.library import known_rates
 from fusionllm.estimate.memory import memory_of
 from fusionllm.estimate.work import graph_work
 from fusionllm.ir.cuts import Cut, anchored_ids, anchored_ops, list_cuts
@@ -52,9 +52,7 @@ def build_workload(graph: OpGraph, options: StepOptions, measured: Mapping[str, 
         for name, ops in users.items()
         if len(ops) > 1 and graph.params[name].trainable
     )
-    rates = measured
-    if rates is None:
-        rates = {name: spec.rates(options.precision) for name, spec in DEVICES.items()}
+    rates = known_rates(options.precision) if measured is None else measured
     return Workload(
         cuts=tuple(msgspec.structs.replace(cut, num_bytes=int(cut.num_bytes * part)) for cut in cuts),
         flops=tuple(work.flops for work in works),

@@ -18,9 +18,11 @@ from typing import Any, Literal
 import msgspec
 
 from fusionllm.errors import UserError
-from fusionllm.estimate.device import lambda_rates
-from fusionllm.estimate.library import LAMBDA, find_device
+from fusionllm.estimate.device import DeviceRates, lambda_rates
+from fusionllm.estimate.library import LAMBDA
 from fusionllm.schedule.placement import Cluster, NodeModel, Owner, Pin, Share
+from fusionllm.sim.devices import Device, check_device, device_block, find_device, known_devices
+from fusionllm.store.atomic import write_atomic
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
 
 if sys.version_info >= (3, 11):
@@ -93,41 +95,68 @@ class OwnerPlace(_Table, frozen=True, kw_only=True):
 
 
 class ClusterSpec(_Table, frozen=True, kw_only=True):
-    """A cluster file. ``goodput``: part of a link's rate that payload gets."""
+    """A cluster file. ``goodput``: part of a link's rate that payload gets. ``device``: those that were calibrated."""
 
     name: str = ""
     note: str = ""
     goodput: float = 0.9
     fence: tuple[Fence, ...]
     node: tuple[Node, ...]
+    device: tuple[Device, ...] = ()
     link: tuple[ClusterLink, ...] = ()
     otherwise: Otherwise | None = None
     pin: tuple[PinnedStage, ...] = ()
     owner: OwnerPlace | None = None
 
 
+_LISTS: dict[str, type[msgspec.Struct]] = {
+    "fence": Fence, "node": Node, "device": Device, "link": ClusterLink, "pin": PinnedStage,
+}  # fmt: skip
+
+
 def load_cluster(path: Path) -> ClusterSpec:
     """Read a cluster file. Raises UserError naming the key, the value and what would be right."""
+    return _read_spec(_read_text(path), path)
+
+
+def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB")
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
+
+
+def _read_spec(text: str, path: Path) -> ClusterSpec:
+    try:
+        raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}") from None
     return build_spec(raw)
 
 
+def append_device(path: Path, device: Device) -> None:
+    """Write a device at the end of a cluster file, if the file with it is one. Raises UserError."""
+    text = f"{_read_text(path).rstrip()}\n\n{device_block(device)}"
+    _read_spec(text, path)
+    try:
+        write_atomic(path, text.encode())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}") from None
+
+
 def build_spec(raw: dict[str, Any]) -> ClusterSpec:
     """Check a plain tree. Raises UserError."""
     _check_keys(raw, ClusterSpec, "")
-    for name, kind in (("fence", Fence), ("node", Node), ("link", ClusterLink), ("pin", PinnedStage)):
+    for name, kind in _LISTS.items():
         entries = raw.get(name, [])
         if not isinstance(entries, list):
             raise UserError(f"{name} must be written as [[{name}]], once per entry")
         for index, entry in enumerate(entries):
             _check_keys(entry, kind, f"{name}[{index}].")
+            for key in ("float32", "bfloat16") if kind is Device else ():
+                _check_keys(entry.get(key, {}), DeviceRates, f"{name}[{index}].{key}.")
     single: dict[str, type[msgspec.Struct]] = {"otherwise": Otherwise, "owner": OwnerPlace}
     for name in single.keys() & raw.keys():
         _check_keys(raw[name], single[name], f"{name}.")
@@ -154,14 +183,19 @@ def check_spec(spec: ClusterSpec) -> None:
     """Names unique and known, counts and rates in range. Raises UserError."""
     fences = [fence.name for fence in spec.fence]
     for name in [*fences, *(node.name for node in spec.node if node.name)]:
-        if _NAME.fullmatch(name) is None:
-            raise UserError(f"{name[:80]!r} is no name for a fence or node; use letters, digits, dots and dashes")
+        check_name(name, "a fence or node")
+    for index, device in enumerate(spec.device):
+        check_name(device.name, "a device")
+        check_device(device, f"device[{index}]")
+    known = known_devices(spec.device)
     if not 0 < spec.goodput <= 1:
         raise UserError(f"goodput is {spec.goodput}; it must lie above 0 and not above 1")
     for index, node in enumerate(spec.node):
         where = f"node[{index}]"
         if node.fence not in fences:
             raise UserError(f"{where}.fence is {node.fence[:80]!r}; known: {', '.join(fences)[:400]}")
+        if node.device:
+            find_device(node.device, known)
         if not 1 <= node.count <= MAX_NODES:
             raise UserError(f"{where}.count is {node.count}; it must lie between 1 and {MAX_NODES}")
         if not 0 <= node.flops_per_s < math.inf:
@@ -171,9 +205,10 @@ def check_spec(spec: ClusterSpec) -> None:
     names = node_names(spec)
     if not names or len(names) > MAX_NODES:
         raise UserError(f"a cluster of {len(names)} nodes; it must have between 1 and {MAX_NODES}")
-    name, times = Counter(fences + names).most_common(1)[0]
-    if times > 1:
-        raise UserError(f"the name {name!r} stands for {times} fences or nodes; give each its own")
+    for what, given in (("fences or nodes", fences + names), ("devices", [device.name for device in spec.device])):
+        for name, times in Counter(given).most_common(1):
+            if times > 1:
+                raise UserError(f"the name {name!r} stands for {times} {what}; give each its own")
     if spec.owner is not None and spec.owner.fence not in fences:
         raise UserError(f"owner.fence is {spec.owner.fence[:80]!r}; known: {', '.join(fences)[:400]}")
     named = [(f"link[{index}]", name) for index, link in enumerate(spec.link) for name in (link.a, link.b)]
@@ -182,6 +217,12 @@ def check_spec(spec: ClusterSpec) -> None:
         if name not in fences and name not in names:
             near = difflib.get_close_matches(name, [*fences, *names], 1)
             raise UserError(f"{where} names {name[:80]!r}, no fence or node{f'; {near[0]}?' if near else ''}")
+
+
+def check_name(name: str, what: str) -> None:
+    """Refuse what cannot stand in a file or a sentence. Raises UserError."""
+    if _NAME.fullmatch(name) is None:
+        raise UserError(f"{name[:80]!r} is no name for {what}; use letters, digits, dots and dashes")
 
 
 def node_names(spec: ClusterSpec) -> list[str]:
@@ -193,6 +234,11 @@ def node_names(spec: ClusterSpec) -> list[str]:
             names.append(given or f"{node.fence}{counts.get(node.fence, 0)}")
             counts[node.fence] = counts.get(node.fence, 0) + 1
     return names
+
+
+def device_rates(spec: ClusterSpec, precision: str = "bfloat16") -> dict[str, DeviceRates]:
+    """Achieved rates of all devices that the file may name: measured ones, and the library's by their datasheets."""
+    return {name: device.rates(precision) for name, device in known_devices(spec.device).items()}
 
 
 def build_cluster(spec: ClusterSpec, precision: str = "bfloat16", device_model: str = "rates") -> Cluster:
@@ -250,12 +296,12 @@ def _build_owner(spec: ClusterSpec, fence: str, nodes: tuple[NodeModel, ...], sh
 
 
 def _build_nodes(spec: ClusterSpec, precision: str, device_model: str) -> tuple[NodeModel, ...]:
-    names = iter(node_names(spec))
+    names, devices = iter(node_names(spec)), known_devices(spec.device)
     nodes = []
     for entry in spec.node:
         flops_per_s, memory_bytes = entry.flops_per_s, float(parse_num_bytes(entry.memory)) if entry.memory else 0.0
         if entry.device:
-            device = find_device(entry.device)
+            device = find_device(entry.device, devices)
             lam = lambda_rates(device.peak(precision), LAMBDA) if device_model == "lambda" else device.rates(precision)
             flops_per_s, memory_bytes = flops_per_s or lam.matmul, memory_bytes or device.usable_bytes
         if memory_bytes <= 0:

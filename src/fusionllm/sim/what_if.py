@@ -14,7 +14,6 @@ import re
 import msgspec
 
 from fusionllm.errors import UserError
-from fusionllm.estimate.library import find_device
 from fusionllm.sim.cluster import ClusterLink, ClusterSpec, Node, check_spec, node_names
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s
 
@@ -28,7 +27,6 @@ def change(spec: ClusterSpec, text: str) -> ClusterSpec:
     sentence = text.strip()
     if match := _ADD.fullmatch(sentence):
         count, device, fence = match.groups()
-        find_device(device)
         changed = msgspec.structs.replace(spec, node=(*spec.node, Node(fence=fence, device=device, count=int(count))))
     elif match := _LINK.fullmatch(sentence):
         changed = _change_link(spec, *match.groups())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,14 +16,16 @@ from fusionllm.compute.timing import LONG_S, sustained_s
 from fusionllm.ir.cluster import NodeProfile, OpKind, Sample
 
 _Case = tuple[OpKind, float, float, Callable[..., Any], tuple[Any, ...]]
+_Ones = Callable[..., Any]
 
 
-def calibrate(device: str) -> NodeProfile:
-    """Time matrix products, attention, convolution and plain movements on ``device``, float32, forward."""
+def calibrate(device: str, precision: str = "float32") -> NodeProfile:
+    """Time matrix products, attention, convolution and plain movements on ``device``, float32 or bfloat16, forward."""
     own = find_device(device)
     samples: list[Sample] = []
+    ones = partial(jnp.ones, dtype=getattr(jnp, precision))
     with jax.default_device(own):
-        for cases in (_matmul(), _attention(), _convolution(), _memory()):
+        for cases in (_matmul(ones), _attention(ones), _convolution(ones), _memory(ones)):
             for kind, flops, moved_bytes, function, args in cases:
                 compiled = jax.jit(function)
                 seconds = sustained_s(lambda c=compiled, a=args: c(*a).block_until_ready())  # type: ignore[misc]
@@ -34,29 +37,29 @@ def calibrate(device: str) -> NodeProfile:
     return NodeProfile(device=f"{own.device_kind} (jax)", memory_bytes=float(free), samples=tuple(samples))
 
 
-def _matmul() -> Iterator[_Case]:
+def _matmul(ones: _Ones) -> Iterator[_Case]:
     linear = TABLE["aten.linear.default"]
     for size in (32, 128, 256, 512, 1024, 2048, 4096, 8192):
-        a = jnp.ones((size, size), jnp.float32)
-        yield "matmul", 2.0 * size**3, 12.0 * size**2, lambda a, b: linear(a, b), (a, a)
+        a = ones((size, size))
+        yield "matmul", 2.0 * size**3, 3.0 * a.nbytes, lambda a, b: linear(a, b), (a, a)
 
 
-def _attention() -> Iterator[_Case]:
+def _attention(ones: _Ones) -> Iterator[_Case]:
     attention = TABLE["aten.scaled_dot_product_attention.default"]
     for rows in (1, 4, 16, 64, 256):
-        q = jnp.ones((rows, 8, 128, 64), jnp.float32)
+        q = ones((rows, 8, 128, 64))
         call = lambda q: attention(None, q, q, q, is_causal=True)  # noqa: E731
-        yield "attention", 4.0 * rows * 8 * 128 * 128 * 64, 16.0 * q.size, call, (q,)
+        yield "attention", 4.0 * rows * 8 * 128 * 128 * 64, 4.0 * q.nbytes, call, (q,)
 
 
-def _convolution() -> Iterator[_Case]:
-    conv, weight = TABLE["aten.conv2d.default"], jnp.ones((64, 64, 3, 3), jnp.float32)
+def _convolution(ones: _Ones) -> Iterator[_Case]:
+    conv, weight = TABLE["aten.conv2d.default"], ones((64, 64, 3, 3))
     for rows in (1, 4, 16, 64):
-        x = jnp.ones((rows, 64, 28, 28), jnp.float32)
-        yield "convolution", 2.0 * x.size * 64 * 9, 8.0 * x.size, lambda x, w: conv(x, w, padding=1), (x, weight)
+        x = ones((rows, 64, 28, 28))
+        yield "convolution", 2.0 * x.size * 64 * 9, 2.0 * x.nbytes, lambda x, w: conv(x, w, padding=1), (x, weight)
 
 
-def _memory() -> Iterator[_Case]:
+def _memory(ones: _Ones) -> Iterator[_Case]:
     for size in (1 << 10, 1 << 20, 1 << 22, 1 << 24, 1 << 26):
-        x = jnp.ones(size, jnp.float32)
-        yield "memory", float(size), 8.0 * size, lambda x: jax.nn.gelu(x, approximate=False), (x,)
+        x = ones(size)
+        yield "memory", float(size), 2.0 * x.nbytes, lambda x: jax.nn.gelu(x, approximate=False), (x,)
