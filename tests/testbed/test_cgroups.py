@@ -37,6 +37,7 @@ def test_version_one_has_a_hierarchy_per_controller(tmp_path):
     assert (cpu.parent / "cpu.shares").read_text() == "65536"
     groups.favour(False)
     assert (cpu.parent / "cpu.shares").read_text() == "1024"
+    assert (cpu.parent / "_emulator/cpu.shares").read_text() == "65536"  # before hosts without a limit, always
     (tmp_path / "cpuacct/fusionllm-bed/a0/cpuacct.usage").write_text("1500000000\n")
     assert groups.cpu_seconds("a0") == 1.5
     assert len(groups.entrances("a0")) == 3

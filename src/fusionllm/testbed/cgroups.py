@@ -22,8 +22,10 @@ _MIN_QUOTA_US = 1_000  # the kernel's own
 _NO_LIMIT_BYTES = (1 << 63) - 4096
 _LEAVE_S = 5.0
 CONTROLLERS = ("cpu", "memory", "cpuacct")
-#: Weight among the machine's other programs, by version: of each host; of a testbed that is measured.
+#: Weight among the machine's other programs, by version: of each host; of a testbed that is measured, and, within any
+#: testbed, of its emulator: hosts without a limit would leave it the share of one of them, and the network be late.
 _HOST_WEIGHT, _HIGH_WEIGHT = (1024, 100), (65536, 6400)
+EMULATOR = "_emulator"  # no host has such a name
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -78,7 +80,7 @@ def _offered(folder: Path) -> set[str]:
 
 
 class Groups:
-    """The groups of a testbed's hosts, one per host and controller.
+    """The groups of a testbed's hosts and of its emulator, one of each per controller.
 
     Args:
         bed: name of the testbed, part of the groups' names.
@@ -87,7 +89,7 @@ class Groups:
     def __init__(self, bed: str, hosts: Iterable[str], places: Mapping[str, Place] | None = None) -> None:
         self._places = find_places() if places is None else places
         self._tops = {name: Path(place.folder) / f"fusionllm-{bed}" for name, place in self._places.items()}
-        self._hosts = list(hosts)
+        self._hosts = [*hosts, EMULATOR]
 
     @property
     def folders(self) -> list[str]:
@@ -108,6 +110,8 @@ class Groups:
         except OSError as error:
             raise UserError(f"cannot make control groups for the hosts: {error}; are you root?") from None
         self.favour(False)
+        if "cpu" in self._places:
+            self._write_weight(self._tops["cpu"] / EMULATOR, _HIGH_WEIGHT)
 
     def entrances(self, host: str) -> list[str]:
         """Files that a process writes its id into to be limited with the host."""
@@ -127,10 +131,12 @@ class Groups:
         """Let the hosts go before the machine's other programs, to get what they may use; off: as one each."""
         if "cpu" not in self._places:
             return
+        usual = tuple(min(one * (len(self._hosts) - 1), most) for one, most in zip(_HOST_WEIGHT, _HIGH_WEIGHT))
+        self._write_weight(self._tops["cpu"], _HIGH_WEIGHT if on else usual)
+
+    def _write_weight(self, folder: Path, weights: tuple[int, ...]) -> None:
         version = self._places["cpu"].version
-        name = "cpu.weight" if version == 2 else "cpu.shares"
-        usual = min(_HOST_WEIGHT[version - 1] * len(self._hosts), _HIGH_WEIGHT[version - 1])
-        self._write(self._tops["cpu"] / name, str(_HIGH_WEIGHT[version - 1] if on else usual))
+        self._write(folder / ("cpu.weight" if version == 2 else "cpu.shares"), str(weights[version - 1]))
 
     def set_memory(self, host: str, num_bytes: int) -> None:
         """Let a host use ``num_bytes`` of memory, 0 for all. Raises UserError without a memory controller."""
@@ -165,12 +171,15 @@ class Groups:
 
 
 def remove_groups(folders: Iterable[str]) -> None:
-    """Kill what is still in the groups and remove them; those that are gone are fine."""
+    """Kill what is still in the groups and remove them; those that are gone are fine. Who calls this leaves them."""
     deadline_s = time.monotonic() + _LEAVE_S
     for folder in map(Path, folders):
         while folder.is_dir():
             with contextlib.suppress(OSError, ValueError):
                 for pid in map(int, (folder / "cgroup.procs").read_text().split()):
+                    if pid == os.getpid():
+                        (folder.parents[1] / "cgroup.procs").write_text(str(pid))
+                        continue
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):

@@ -31,6 +31,7 @@ import msgspec
 
 from fusionllm.errors import UserError
 from fusionllm.testbed import namespaces
+from fusionllm.testbed.cgroups import EMULATOR
 from fusionllm.testbed.nat import Nat
 from fusionllm.testbed.network import HostAddress, Network
 from fusionllm.testbed.pipe import VNET_BYTES, Pipe, PipeSpec, charged_bytes
@@ -179,6 +180,9 @@ def main(argv: Sequence[str]) -> int:
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        for group in state.groups:
+            if Path(group).name == EMULATOR:
+                Path(group, "cgroup.procs").write_text(str(os.getpid()))
         control.bind(str(folder / "control"))
         control.listen(8)
         emulator = Emulator(state.network, control, None if "--stay" in argv else 0)
