@@ -21,6 +21,9 @@ Messages say what happened, the values with units, what was needed, and what to 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+
 
 class FusionError(Exception):
     """Base of every error this package raises on purpose. ``exit_code`` is what the command line returns."""
@@ -89,3 +92,9 @@ class StallError(FusionError):
 
 class CheckpointError(FusionError):
     """A checkpoint is missing, torn, or belongs to another model."""
+
+
+def known_names(name: str, known: Collection[str]) -> str:
+    """What a sentence about a name that is not known ends in: the nearest that is, and all of them."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"{f'did you mean {near[0]}? ' if near else ''}known: {', '.join(known)[:400]}"

@@ -44,9 +44,9 @@ def submission(graph: bytes, **changes) -> m.Submit:
 
 
 @contextlib.asynccontextmanager
-async def machine(ticket: m.Ticket, role: m.Role, name: str):
+async def machine(ticket: m.Ticket, role: m.Role, name: str, fence: str = ""):
     async with connect_control(ticket) as channel:
-        await join_broker(channel, role=role, name=name, token=ticket.token, fence="")
+        await join_broker(channel, role=role, name=name, token=ticket.token, fence=fence)
         await channel.send(m.Listening(host="", port=1))
         yield channel
 
@@ -168,6 +168,21 @@ def test_a_job_that_cannot_be_planned_leaves_the_nodes_idle(graph, changes, dama
             assert words in (await receive(owner, m.JobFailed)).reason
             await owner.send(submission(graph))
             await receive(owner, m.Planned)
+
+    with_broker(scenario)
+
+
+def test_a_line_of_a_fence_that_nobody_joined_with_is_refused(graph):
+    async def scenario(ticket: m.Ticket) -> None:
+        here = machine(ticket, "node", "a", "home"), machine(ticket, "node", "b", "lab")
+        async with here[0], here[1], machine(ticket, "owner", "o") as o:
+            await o.send(submission(graph, fence_lines=(m.FenceLine("labb", 1.0, 1.0),)))
+            reason = (await receive(o, m.JobFailed)).reason
+            assert "'labb'" in reason and "did you mean lab? known: home, lab" in reason
+            async with machine(ticket, "node", "c", "gone"):
+                pass
+            await o.send(submission(graph, fence_lines=(m.FenceLine("gone", 1.0, 1.0),)))  # it may come back
+            await receive(o, m.Planned)
 
     with_broker(scenario)
 

@@ -43,16 +43,23 @@ def test_a_declared_uplink_keeps_the_plan_from_crossing_it():
 
 
 def test_lines_are_read_from_a_run_and_checked():
-    site = {"name": "home", "uplink": "8 Mbps"}
-    tree = {"cluster": {"partition": "dp", "site": [site, {"name": "lab", "uplink": "80 Mbps", "downlink": "8 Mbps"}]}}
-    lines = build_config(tree).fence_lines()
-    assert lines == (FenceLine("home", 1e6, 1e6), FenceLine("lab", 1e7, 1e6))
+    site, other = {"name": "fence0", "uplink": "8 Mbps"}, {"name": "fence1", "uplink": "80 Mbps", "downlink": "8 Mbps"}
+    two = {"nodes": 2, "fences": [1, 1], "partition": "dp"}
+    lines = build_config({"cluster": {**two, "site": [site, other]}}).fence_lines()
+    assert lines == (FenceLine("fence0", 1e6, 1e6), FenceLine("fence1", 1e7, 1e6))
     for cluster, words in (
-        ({"site": [site]}, "use 'dp'"),
-        ({"partition": "dp", "site": [site, site]}, "give each fence one"),
-        ({"partition": "dp", "site": [{**site, "uplink": "fast"}]}, "'fast'"),
+        ({"partition": "equal-number", "site": [site]}, "use 'dp'"),
+        ({"site": [site, site]}, "give each fence one"),
+        ({"site": [{**site, "uplink": "fast"}]}, "'fast'"),
+        ({"site": [site, {**site, "name": "fence7"}]}, r"site\[1\].name is 'fence7'.*known: fence0, fence1"),
+        ({"site": [{"nam": "fence0", "uplink": "8 Mbps"}]}, r"did you mean cluster\.site\[0\]\.name"),
+        ({"site": [{**site, "upink": "8 Mbps"}]}, r"did you mean cluster\.site\[0\]\.uplink"),
     ):
         with pytest.raises(UserError, match=words):
-            build_config({"cluster": cluster})
+            build_config({"cluster": {**two, **cluster}})
+    ticket = f"fusion1:127.0.0.1:1:{'ab' * 32}:tokentoken"  # whose nodes only its broker knows
+    assert build_config({"cluster": {**two, "broker": ticket, "site": [{**site, "name": "home"}]}}).fence_lines()
     with pytest.raises(PlanError, match="line of 'a' has a rate"):
-        check_options(options(FenceLine("a", float("nan"), 1.0)))
+        check_options(options(FenceLine("a", float("nan"), 1.0)), ["a"])
+    with pytest.raises(PlanError, match=r"names 'hom', but no node joined.*did you mean home\? known: home, lab"):
+        check_options(options(FenceLine("hom", 1.0, 1.0)), ["home", "lab"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from benchmarks.coded import losses_in_one_process
 
 import fusionllm
@@ -14,7 +15,9 @@ from fusionllm.telemetry.events import Note
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
 
 
-def config_of(root: Path, slow: str, partition: str, **compression: Any) -> RunConfig:
+def config_of(
+    root: Path, slow: str, partition: str, site: tuple[dict[str, str], ...] = (), **compression: Any
+) -> RunConfig:
     return build_config(
         {
             "run": {"root": str(root), "seed": 5},
@@ -30,7 +33,7 @@ def config_of(root: Path, slow: str, partition: str, **compression: Any) -> RunC
             "optimizer": {"lr": 3e-3},
             "cluster": {
                 "nodes": 2, "threads": 1, "device": "cpu", "fences": [1, 1], "partition": partition,
-                "slow_link": {"bandwidth": slow, "latency": "5 ms"},
+                "slow_link": {"bandwidth": slow, "latency": "5 ms"}, "site": list(site),
             },
             "compression": compression,
             "output": {"sinks": [], "plot": False},
@@ -71,3 +74,18 @@ def test_the_papers_pair_of_scheduler_and_rule(tmp_path):
     result, told = train(config_of(tmp_path, "50 Mbps", "op-fence", rule="adatopk-paper", ratio=10))
     assert result.plan.num_stages == 2
     assert "topk-paper:ratio=30" in told  # the slowest link is sparsified three times the ratio
+
+
+@pytest.mark.parametrize("line", [{"uplink": "1 Mbps"}, {"uplink": "10 Gbps", "downlink": "1 Mbps"}])
+def test_a_declared_line_counts_where_the_measured_link_is_fast(tmp_path, line):
+    """What is measured says 10 Gbps; the declared line of the second node's site is what the plan goes by."""
+    site = ({"name": "fence1", **line},)
+    result, told = train(config_of(tmp_path, "10 Gbps", "equal-compute", site, rule="deadline"))
+    slow = "back tangent" if line["uplink"] == "1 Mbps" else "hadamard, back"
+    assert result.plan.num_stages == 2 and "node0->node1" in told and slow in told
+    cut_bytes, num_microbatches, line_bytes_per_s = 2 * 32 * 64 * 4, 3, 1e6 / 8
+    plain, _ = train(config_of(tmp_path / "plain", "10 Gbps", "op-fence", site))
+    assert plain.plan.num_stages == 2
+    assert plain.summary.extra["predicted_step_s"] >= num_microbatches * cut_bytes / line_bytes_per_s
+    alone, _ = train(config_of(tmp_path / "alone", "10 Gbps", "dp", site))
+    assert alone.plan.num_stages == 1

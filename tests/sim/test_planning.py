@@ -80,7 +80,9 @@ def test_a_cluster_in_numbers():
     ("table", "entry", "words"),
     [
         ("node", {"fence": "lab", "devise": "T4"}, ["node[0].devise", "did you mean node[0].device"]),
-        ("node", {"fence": "lba", "device": "T4"}, ["'lba'", "known: lab, home"]),
+        ("node", {"fence": "lba", "device": "T4"}, ["'lba'", "did you mean lab? known: lab, home"]),
+        ("node", {"fence": "lab", "device": "T4", "refuses": ["aten.cnov*"]}, ["node[0].refuses has 'aten.cnov*'"]),
+        ("node", {"fence": "lab", "device": "T4", "refuses": ["conv*"]}, ["node[0].refuses has 'conv*'"]),
         ("node", {"fence": "lab", "device": "T4", "count": 0}, ["count is 0", "between 1"]),
         ("node", {"fence": "lab", "device": "T4", "count": True}, ["int"]),
         ("node", {"fence": "lab"}, ["neither a device nor"]),
@@ -88,7 +90,9 @@ def test_a_cluster_in_numbers():
         ("node", {"fence": "lab", "flops_per_s": -1.0, "memory": "1 GB"}, ["-1.0", "above zero"]),
         ("node", {"fence": "lab", "device": "T5"}, ["'T5'", "T4"]),
         ("node", {"fence": "lab", "flops_per_s": 1e12, "memory": "big"}, ["'big'", "size"]),
-        ("link", {"a": "lab", "b": "hom", "bandwidth": "1 Gbps"}, ["'hom'", "home"]),
+        ("link", {"a": "lab", "b": "hom", "bandwidth": "1 Gbps"}, ["link[0] names 'hom'", "did you mean home? known:"]),
+        ("link", {"a": "lab", "b": "lab", "bandwidth": "1 Gbps"}, ["link[0] joins 'lab' to itself", "[[fence]]"]),
+        ("link", {"a": "pc", "b": "pc", "bandwidth": "1 Gbps"}, ["link[0] joins 'pc' to itself"]),
         ("link", {"a": "lab", "b": "home", "bandwidth": "fast"}, ["'fast'", "Mbps"]),
         ("link", {"a": "lab", "b": "home", "bandwidth": "0 Mbps"}, ["above zero"]),
         ("fence", {"name": "lab\n"}, ["no name"]),
@@ -132,10 +136,13 @@ def test_changes():
     assert node_names(change(spec, "without lab0")) == ["lab1", "pc"]
     assert build_cluster(change(spec, "link lab-lab=10 Gbps")).bandwidth_bytes_per_s[0][1] > 1e9
     for text, words in (
-        ("link lab-hom=1Gbps", "no two fences or nodes"),
+        ("link lab-hom=1Gbps", r"no fence or node 'hom'; did you mean home\? known: home, lab, lab0"),
+        ("link lba-home=1Gbps", r"no fence or node 'lba'; did you mean lab"),
+        ("link lab=1Gbps", "no fence or node ''"),
+        ("link pc-pc=1Gbps", "joins 'pc' to itself"),
         ("add 2x RTX 9 in fence home", "not known"),
-        ("add 2x T4 in fence hom", "known: lab, home"),
-        ("without cellar", "no such fence"),
+        ("add 2x T4 in fence hom", r"did you mean home\? known: lab, home"),
+        ("without lub", r"no such fence or node; did you mean lab\? known: home"),
         ("faster please", "write it like"),
     ):
         with pytest.raises(UserError, match=words):
@@ -182,6 +189,7 @@ def test_pins_refusals_and_the_owner_are_read():
         "pin": [{"stage": "first", "to": "pc"}, {"stage": "last", "to": "lab"}],
         "owner": {"fence": "home"},
     }
+    assert build_spec({**BASE, "node": [{**BASE["node"][0], "refuses": ["mylib.scan.default"]}, BASE["node"][1]]})
     cluster = build_cluster(build_spec(raw))
     assert [node.refuses for node in cluster.nodes] == [("aten.conv*",), ("aten.conv*",), ()]
     assert [(pin.op, pin.nodes) for pin in cluster.pins] == [(0, (2,)), (-1, (0, 1))]
@@ -193,7 +201,7 @@ def test_pins_refusals_and_the_owner_are_read():
     assert found.stages[0].node == "pc" and found.stages[-1].fence == "lab"
     for key, value, words in (
         ("pin", [{"stage": "middle", "to": "lab"}], "middle"),
-        ("pin", [{"stage": "first", "to": "labb"}], r"pin\[0\] names 'labb', no fence or node; lab"),
+        ("pin", [{"stage": "first", "to": "labb"}], r"pin\[0\] names 'labb', no fence or node; did you mean lab\?"),
         ("pin", [{"stage": "first", "too": "lab"}], r"did you mean pin\[0\].to"),
         ("owner", {"fence": "cellar"}, "known: lab, home"),
         ("owner", {"site": "lab"}, "unknown key owner.site"),

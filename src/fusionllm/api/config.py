@@ -20,7 +20,7 @@ import tomli_w
 from fusionllm.capture.options import ModelConfig
 from fusionllm.compute import OptimConfig, check_optimizer
 from fusionllm.compute.options import Precision
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLine, FenceLink, LinkShape, parse_ticket
 from fusionllm.schedule.partition import PARTITIONERS
@@ -279,8 +279,13 @@ def _check_keys(raw: Mapping[str, Any], struct: type[msgspec.Struct], where: str
             hint = f"; did you mean {where}{near[0]}?" if near else f"; known: {', '.join(sorted(fields))}"
             raise UserError(f"unknown key {where}{key} = {value!r}{hint}")
         kind = fields[key]
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            _check_keys(value, kind, f"{where}{key}.")
+        for inner in (kind, *get_args(kind)):
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                entries = (
+                    {f"[{i}]": v for i, v in enumerate(value)} if isinstance(value, (list, tuple)) else {"": value}
+                )
+                for number, entry in entries.items():
+                    _check_keys(entry, inner, f"{where}{key}{number}.")
 
 
 def _sentence(message: str, raw: Any) -> str:
@@ -362,7 +367,10 @@ def _check_values(config: RunConfig) -> None:
         )
     _check_compression(config.compression)
     config.fence_links()
-    names = [line.fence for line in config.fence_lines()]
+    names, fences = [line.fence for line in config.fence_lines()], sorted(set(config.fence_names()))
+    for index, name in enumerate(names):
+        if name not in fences and not cluster.broker:
+            raise UserError(f"cluster.site[{index}].name is {name!r}; {known_names(name, fences)}")
     if len(set(names)) < len(names):
         raise UserError(f"cluster.site names {', '.join(names)}; give each fence one [[cluster.site]]")
     if names and cluster.partition not in ("dp", "op-fence") and not config.compression.rule:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, pairwise
 from math import inf
 
 import msgspec
 
-from fusionllm.errors import PlanError
+from fusionllm.errors import PlanError, known_names
 from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.flops import anchored_flops, graph_costs
 from fusionllm.estimate.memory import OPTIMIZER_COPIES
@@ -292,8 +292,8 @@ def emulated_link(options: JobOptions, fence_a: str, fence_b: str) -> LinkShape 
     )
 
 
-def check_options(options: JobOptions) -> None:
-    """Bounds of what an owner may ask. Raises PlanError."""
+def check_options(options: JobOptions, fences: Collection[str]) -> None:
+    """Bounds of what an owner may ask, and fences that nodes joined with. Raises PlanError."""
     for name, value, limit in (
         ("num_stages", options.num_stages, 1024),
         ("num_microbatches", options.num_microbatches, 65536),
@@ -303,5 +303,10 @@ def check_options(options: JobOptions) -> None:
         if not 1 <= value <= limit:
             raise PlanError(f"{name} is {value}; it must lie between 1 and {limit}")
     for line in options.fence_lines:
+        if line.fence not in fences:
+            raise PlanError(
+                f"cluster.site names {line.fence[:80]!r}, but no node joined with that --fence; "
+                f"{known_names(line.fence, fences)}"
+            )
         if not (0 < line.up_bytes_per_s < inf and 0 < line.down_bytes_per_s < inf):
             raise PlanError(f"the line of {line.fence[:80]!r} has a rate that is not finite and above zero")

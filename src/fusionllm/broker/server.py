@@ -203,7 +203,7 @@ class Broker:
         self._next_job += 1
         name, options = f"job{self._next_job}", submit.options
         try:
-            check_options(options)
+            check_options(options, sorted(self._membership.fences))
             every = options.partition == "dp"
             nodes = self._membership.lease(owner, name, options.num_stages, every=every) or []
             planned = await self._plan(name, owner, submit, nodes)

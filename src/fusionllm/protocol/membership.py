@@ -33,11 +33,15 @@ class Membership:
 
     Args:
         token: what a newcomer must show. expires_s: on the clock of ``now_s``, when it stops working.
+
+    Attributes:
+        members: who is here, by name. fences: of all nodes that ever were.
     """
 
     def __init__(self, token: str, expires_s: float) -> None:
         self._token, self._expires_s = token, expires_s
         self.members: dict[str, Member] = {}
+        self.fences: set[str] = set()
 
     def admit(self, join: Join, now_s: float) -> Member:
         """Let a machine in. Raises AdmissionError with a sentence that the newcomer is shown."""
@@ -59,6 +63,8 @@ class Membership:
             raise AdmissionError(f"a machine named {join.name!r} is already here; choose another with --name")
         member = Member(join.name, join.role, join.fence, join.backend, join.opset)
         self.members[join.name] = member
+        if join.role == "node" and join.fence:
+            self.fences.add(join.fence)
         return member
 
     def listening(self, name: str, host: str, port: int, offer: Offer | None = None) -> None:

@@ -12,14 +12,16 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.estimate.device import DeviceRates, lambda_rates
 from fusionllm.estimate.library import LAMBDA
+from fusionllm.ir.ops import OPS
 from fusionllm.schedule.placement import Cluster, NodeModel, Owner, Pin, Share
 from fusionllm.sim.devices import Device, check_device, device_block, find_device, known_devices
 from fusionllm.store.atomic import write_atomic
@@ -181,7 +183,7 @@ def _check_keys(raw: Any, struct: type[msgspec.Struct], where: str) -> None:
 
 def check_spec(spec: ClusterSpec) -> None:
     """Names unique and known, counts and rates in range. Raises UserError."""
-    fences = [fence.name for fence in spec.fence]
+    fences, names = [fence.name for fence in spec.fence], node_names(spec)
     for name in [*fences, *(node.name for node in spec.node if node.name)]:
         check_name(name, "a fence or node")
     for index, device in enumerate(spec.device):
@@ -193,7 +195,9 @@ def check_spec(spec: ClusterSpec) -> None:
     for index, node in enumerate(spec.node):
         where = f"node[{index}]"
         if node.fence not in fences:
-            raise UserError(f"{where}.fence is {node.fence[:80]!r}; known: {', '.join(fences)[:400]}")
+            raise UserError(f"{where}.fence is {node.fence[:80]!r}; {known_names(node.fence, fences)}")
+        for pattern in node.refuses:
+            _check_pattern(pattern, f"{where}.refuses")
         if node.device:
             find_device(node.device, known)
         if not 1 <= node.count <= MAX_NODES:
@@ -202,7 +206,6 @@ def check_spec(spec: ClusterSpec) -> None:
             raise UserError(f"{where}.flops_per_s is {node.flops_per_s}; it must be finite and above zero")
         if not node.device and not (node.flops_per_s and node.memory):
             raise UserError(f"{where} has neither a device nor both flops_per_s and memory")
-    names = node_names(spec)
     if not names or len(names) > MAX_NODES:
         raise UserError(f"a cluster of {len(names)} nodes; it must have between 1 and {MAX_NODES}")
     for what, given in (("fences or nodes", fences + names), ("devices", [device.name for device in spec.device])):
@@ -210,13 +213,25 @@ def check_spec(spec: ClusterSpec) -> None:
             if times > 1:
                 raise UserError(f"the name {name!r} stands for {times} {what}; give each its own")
     if spec.owner is not None and spec.owner.fence not in fences:
-        raise UserError(f"owner.fence is {spec.owner.fence[:80]!r}; known: {', '.join(fences)[:400]}")
+        raise UserError(f"owner.fence is {spec.owner.fence[:80]!r}; {known_names(spec.owner.fence, fences)}")
+    for index, link in enumerate(spec.link):
+        if link.a == link.b:
+            raise UserError(
+                f"link[{index}] joins {link.a[:80]!r} to itself; a fence's own bandwidth is in its [[fence]]"
+            )
     named = [(f"link[{index}]", name) for index, link in enumerate(spec.link) for name in (link.a, link.b)]
     named += [(f"pin[{index}]", pin.to) for index, pin in enumerate(spec.pin)]
     for where, name in named:
         if name not in fences and name not in names:
-            near = difflib.get_close_matches(name, [*fences, *names], 1)
-            raise UserError(f"{where} names {name[:80]!r}, no fence or node{f'; {near[0]}?' if near else ''}")
+            raise UserError(f"{where} names {name[:80]!r}, no fence or node; {known_names(name, [*fences, *names])}")
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    """It is of a library of one's own, or some listed operator is meant. Raises UserError."""
+    library, dot, _ = pattern.partition(".")
+    own = dot and library not in {name.partition(".")[0] for name in OPS} and "*" not in library
+    if not own and not any(fnmatchcase(name, pattern) for name in OPS):
+        raise UserError(f"{where} has {pattern[:80]!r}, no operator; docs/operators.md lists them, * is for any part")
 
 
 def check_name(name: str, what: str) -> None:

@@ -6,13 +6,12 @@ A device of the file wins over one of the library with the same name: a measurem
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.estimate.device import DeviceRates, fit_rates
 from fusionllm.estimate.library import DEVICES, LAMBDA, DeviceSpec
 from fusionllm.ir.cluster import NodeProfile
@@ -89,8 +88,7 @@ def find_device(name: str, known: Mapping[str, DeviceSpec | Device]) -> DeviceSp
     """By name. Raises UserError with the nearest names."""
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, 3, 0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}."
     raise UserError(
-        f"device {name[:80]!r} is not known; {hint} Or measure it (fusionllm calibrate), or give flops_per_s and memory"
+        f"device {name[:80]!r} is not known; {known_names(name, known)}. Or measure it (fusionllm calibrate), or give "
+        "flops_per_s and memory"
     )

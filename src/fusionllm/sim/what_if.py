@@ -13,7 +13,7 @@ import re
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.sim.cluster import ClusterLink, ClusterSpec, Node, check_spec, node_names
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s
 
@@ -48,9 +48,11 @@ def _change_link(spec: ClusterSpec, ends: str, bandwidth: str, latency: str | No
     splits = [(ends[:i].strip(), ends[i + 1 :].strip()) for i, c in enumerate(ends) if c == "-"]
     pairs = [pair for pair in splits if known.issuperset(pair)]
     if not pairs:
-        raise UserError(f"what-if link {ends[:120]!r}: no two fences or nodes; known: {', '.join(sorted(known))[:400]}")
+        a, b = next((pair for pair in splits if known.intersection(pair)), splits[0] if splits else (ends, ""))
+        wrong = next(name for name in (a, b) if name not in known)
+        raise UserError(f"what-if link {ends[:120]!r}: no fence or node {wrong!r}; {known_names(wrong, sorted(known))}")
     a, b = pairs[0]
-    if a == b:
+    if a == b and a in {fence.name for fence in spec.fence}:
         fences = tuple(
             msgspec.structs.replace(f, bandwidth=bandwidth, latency=latency or f.latency) if f.name == a else f
             for f in spec.fence
@@ -70,5 +72,6 @@ def _leave_out(spec: ClusterSpec, name: str) -> ClusterSpec:
         kept = [other for other in mine if name not in (other, entry.fence)]
         nodes += [msgspec.structs.replace(entry, name=other, count=1) for other in kept]
     if sum(node.count for node in nodes) == sum(node.count for node in spec.node):
-        raise UserError(f"what-if without {name[:80]!r}: no such fence or node")
+        known = sorted({*(fence.name for fence in spec.fence), *node_names(spec)})
+        raise UserError(f"what-if without {name[:80]!r}: no such fence or node; {known_names(name, known)}")
     return msgspec.structs.replace(spec, node=tuple(nodes))
