@@ -122,6 +122,29 @@ def test_lambda_is_the_papers_model():
     assert lambda_rates(1e12, 0.5).forward_s(work) == work.flops / 0.5e12
 
 
+#: Multiprocessors, clocks in GHz of fp32 and of tensor cores, FLOPs a clock and multiprocessor in fp32 and in half with
+#: accumulation in fp32, pins of the memory's bus and Gbps of each.
+CHIPS = {
+    "RTX 2080 Ti": (68, 1.545, 1.545, 128, 512, 352, 14), "RTX 3060": (28, 1.777, 1.777, 256, 512, 192, 15),
+    "RTX 3080": (68, 1.71, 1.71, 256, 512, 320, 19), "RTX 3090": (82, 1.695, 1.695, 256, 512, 384, 19.5),
+    "RTX 4070 Ti": (60, 2.61, 2.61, 256, 512, 192, 21), "RTX 4080": (76, 2.505, 2.505, 256, 512, 256, 22.4),
+    "RTX 4090": (128, 2.52, 2.52, 256, 512, 384, 21), "RTX A6000": (84, 1.8, 1.8, 256, 1024, 384, 16),
+    "T4": (40, 1.59, 1.59, 128, 1024, 256, 10), "V100": (80, 1.53, 1.53, 128, 1024, 4096, 1.752),
+    "A10": (72, 1.695, 1.695, 256, 1024, 384, 12.5), "L4": (58, 2.04, 2.04, 256, 1024, 192, 12.5),
+    "A100 40GB": (108, 1.41, 1.41, 128, 2048, 5120, 2.43), "A100 80GB": (108, 1.41, 1.41, 128, 2048, 5120, 3.186),
+    "H100": (132, 1.98, 1.83, 256, 4096, 5120, 5.23),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if not name.startswith("CPU")])
+def test_what_is_published_follows_from_the_chip(name):
+    count, clock, tensor_clock, plain, tensor, pins, gbps = CHIPS[name]
+    spec = DEVICES[name]
+    assert spec.fp32 == pytest.approx(count * clock * 1e9 * plain, rel=0.01)
+    assert spec.half == pytest.approx(count * tensor_clock * 1e9 * tensor, rel=0.01)
+    assert spec.bytes_per_s == pytest.approx(pins * gbps * 1e9 / 8, rel=0.01)
+
+
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_known_device_is_usable(name):
     spec = DEVICES[name]

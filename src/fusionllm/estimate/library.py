@@ -1,9 +1,9 @@
 """Known devices: what their makers publish, for planning machines one does not hold.
 
 Pure data. Peaks are dense rates without sparsity; ``half`` is fp16 or bf16 on tensor cores with fp32 accumulation.
-Sources: NVIDIA's architecture whitepapers (Turing, Ampere GA102, Ada) for the GeForce and RTX cards, and NVIDIA's
-product datasheets for V100, T4, A10, L4, A100 and H100; a CPU core from its vector width, two fused multiply-adds a
-cycle. A device reaches part of its peak: the shares below are ASSUMPTIONS until a calibration replaces them.
+The numbers are those of NVIDIA's whitepapers and datasheets as the pages beside them quote them; a test computes each
+again from multiprocessors, clocks and memory pins. A device reaches part of its peak: the shares below are ASSUMPTIONS
+until a calibration replaces them.
 """
 
 from __future__ import annotations
@@ -57,25 +57,31 @@ def _spec(fp32_tflops: float, half_tflops: float, memory_gb: float, memory_gb_pe
     return DeviceSpec(fp32_tflops * 1e12, half_tflops * 1e12, memory_gb * 1e9, memory_gb_per_s * 1e9)
 
 
+#: Beside each: where its numbers were read, in the order fp32, half, memory's rate; "SMs" where half was only computed.
 DEVICES: dict[str, DeviceSpec] = {
-    # GeForce and RTX: Turing, Ampere GA102 and Ada whitepapers
-    "RTX 2080 Ti": _spec(13.4, 53.8, 11, 616),
-    "RTX 3060": _spec(12.7, 25.5, 12, 360),
-    "RTX 3080": _spec(29.8, 59.5, 10, 760),
-    "RTX 3090": _spec(35.6, 71.0, 24, 936),
-    "RTX 4070 Ti": _spec(40.1, 80.2, 12, 504),
-    "RTX 4080": _spec(48.7, 97.5, 16, 717),
-    "RTX 4090": _spec(82.6, 165.2, 24, 1008),
-    "RTX A6000": _spec(38.7, 154.8, 48, 768),
-    # data centre: product datasheets
-    "T4": _spec(8.1, 65.0, 16, 320),
-    "V100": _spec(15.7, 125.0, 32, 900),
-    "A10": _spec(31.2, 125.0, 24, 600),
-    "L4": _spec(30.3, 121.0, 24, 300),
-    "A100 40GB": _spec(19.5, 312.0, 40, 1555),
-    "A100 80GB": _spec(19.5, 312.0, 80, 2039),
-    "H100": _spec(67.0, 989.0, 80, 3350),
-    # 8 cores at 3 GHz: 8 lanes (AVX2) or 16 (AVX-512), two fused multiply-adds; two or four channels of DDR4-3200
+    # GeForce and RTX. GeForce cards accumulate in fp32 at half the rate that their boxes name.
+    "RTX 2080 Ti": _spec(13.4, 53.8, 11, 616),  # gpu.spicedreamphone.com/ru/gpu/nvidia/geforce-rtx-2080-ti; SMs
+    "RTX 3060": _spec(12.7, 25.5, 12, 360),  # sysrqmts.com, nvidia-geforce-rtx-3060-vs-nvidia-rtx-a6000; SMs
+    "RTX 3080": _spec(29.8, 59.5, 10, 760),  # spearblade.com/rtx-2080-ti-teraflops; SMs; monsterpc-sg.com, 3080 review
+    "RTX 3090": _spec(35.6, 71.0, 24, 936),  # holynerdvana.blogspot.com/2022/10; ctc.archdevil.net/blog/23 (71.2)
+    "RTX 4070 Ti": _spec(40.1, 80.2, 12, 504),  # fpsbench.com, amd-radeon-540-vs-nvidia-geforce-rtx-4070-ti; SMs
+    "RTX 4080": _spec(48.7, 97.5, 16, 717),  # cputronic.com/gpu/nvidia-geforce-rtx-4080; ctc.archdevil.net/blog/23
+    "RTX 4090": _spec(82.6, 165.2, 24, 1008),  # waredb.com/processor/nvidia-geforce-rtx-4090
+    "RTX A6000": _spec(38.7, 154.8, 48, 768),  # sysrqmts.com, nvidia-geforce-rtx-3060-vs-nvidia-rtx-a6000; SMs
+    # data centre: as the product datasheets are quoted
+    "T4": _spec(8.1, 65.0, 16, 320),  # sysrqmts.com/en/gpus/nvidia/tesla/t4
+    "V100": _spec(
+        15.7, 125.0, 32, 900
+    ),  # SXM2: grokipedia.opelly.me/articles/nvidia-tesla-v100; io-tech.fi, Tesla V100 (900)
+    "A10": _spec(31.2, 125.0, 24, 600),  # sysrqmts.com, nvidia-a10-pcie-vs-nvidia-quadro-rtx-4000; SMs
+    "L4": _spec(
+        30.3, 121.0, 24, 300
+    ),  # fpsbench.com, nvidia-l4-vs-nvidia-tesla-m40; grokipedia.com/page/NVIDIA_L4_vs_L40S
+    "A100 40GB": _spec(19.5, 312.0, 40, 1555),  # SXM4: glennklockwood.com/garden/processors/A100, which cites NVIDIA's
+    "A100 80GB": _spec(19.5, 312.0, 80, 2039),  # the same
+    "H100": _spec(67.0, 989.0, 80, 3350),  # SXM5: archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html
+    # UNVERIFIED, computed for no machine in particular. 8 cores at 3 GHz: 8 lanes (AVX2) or 16 (AVX-512), two fused
+    # multiply-adds a cycle; two or four channels of DDR4-3200
     "CPU 8 cores AVX2": _spec(0.77, 0.77, 16, 51),
     "CPU 8 cores AVX-512": _spec(1.54, 1.54, 32, 102),
 }
