@@ -1,6 +1,6 @@
 """The FusionLLM paper's experiment in simulation: placements x codecs on four clusters, two models. No step is run.
 
-The operator graphs are captured from the published shapes (GPT-2 XL, ResNet-101) on the meta device: no weight exists.
+The operator graphs are captured from the published shapes (GPT-2 XL, ResNet-101): no weight exists.
 Devices compute at assumed shares of their datasheets in half precision, wires carry float32 where they are dense, and
 codecs take the time of their memory traffic. The machines and links of the three paper-like clusters are ours, as the
 paper's lists are not at hand; the eight cities' delays and rates are those of DT-FM. Top-K at 100 loses far more than
@@ -60,20 +60,21 @@ def capture_models(names: list[str]) -> dict[str, Model]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
 
+    from fusionllm.capture.empty import without_weights
     from fusionllm.capture.export import capture_module
 
     def gpt2_xl() -> Model:
         config = AutoConfig.for_model("gpt2", n_embd=1600, n_layer=48, n_head=25, use_cache=False)
         factory: Any = AutoModelForCausalLM
-        with torch.device("meta"):
+        with without_weights():
             module = factory.from_config(config, attn_implementation="sdpa")
-            tokens = torch.zeros(2, 1024, dtype=torch.int64)
+        tokens = torch.zeros(2, 1024, dtype=torch.int64)
         return Model(capture_module(module, {"input_ids": tokens, "labels": tokens}).graph, 1, 64)
 
     def resnet_101() -> Model:
-        with torch.device("meta"):
+        with without_weights():
             module = ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], num_labels=1000))
-            images, labels = torch.zeros(2, 3, 224, 224), torch.zeros(2, dtype=torch.int64)
+        images, labels = torch.zeros(2, 3, 224, 224), torch.zeros(2, dtype=torch.int64)
         return Model(capture_module(module, {"pixel_values": images, "labels": labels}).graph, 32, 32)
 
     makers = {"gpt2-xl": gpt2_xl, "resnet-101": resnet_101}

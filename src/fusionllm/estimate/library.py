@@ -70,13 +70,9 @@ DEVICES: dict[str, DeviceSpec] = {
     "RTX A6000": _spec(38.7, 154.8, 48, 768),  # sysrqmts.com, nvidia-geforce-rtx-3060-vs-nvidia-rtx-a6000; SMs
     # data centre: as the product datasheets are quoted
     "T4": _spec(8.1, 65.0, 16, 320),  # sysrqmts.com/en/gpus/nvidia/tesla/t4
-    "V100": _spec(
-        15.7, 125.0, 32, 900
-    ),  # SXM2: grokipedia.opelly.me/articles/nvidia-tesla-v100; io-tech.fi, Tesla V100 (900)
+    "V100": _spec(15.7, 125.0, 32, 900),  # SXM2: grokipedia.opelly.me/articles/nvidia-tesla-v100; io-tech.fi (900)
     "A10": _spec(31.2, 125.0, 24, 600),  # sysrqmts.com, nvidia-a10-pcie-vs-nvidia-quadro-rtx-4000; SMs
-    "L4": _spec(
-        30.3, 121.0, 24, 300
-    ),  # fpsbench.com, nvidia-l4-vs-nvidia-tesla-m40; grokipedia.com/page/NVIDIA_L4_vs_L40S
+    "L4": _spec(30.3, 121.0, 24, 300),  # fpsbench.com, nvidia-l4-vs-nvidia-tesla-m40; grokipedia.com, NVIDIA_L4_vs_L40S
     "A100 40GB": _spec(19.5, 312.0, 40, 1555),  # SXM4: glennklockwood.com/garden/processors/A100, which cites NVIDIA's
     "A100 80GB": _spec(19.5, 312.0, 80, 2039),  # the same
     "H100": _spec(67.0, 989.0, 80, 3350),  # SXM5: archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html
