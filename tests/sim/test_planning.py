@@ -20,9 +20,11 @@ from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.graph import Op, OpGraph, Param, Value, encode_graph
 from fusionllm.ir.tensor import TensorSpec
 from fusionllm.ir.text import graph_to_text
+from fusionllm.schedule.placement import Placement, replay_placement
 from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.cluster import build_cluster, build_spec, load_cluster, node_names
 from fusionllm.sim.study import Study, study
+from fusionllm.sim.variants import with_copies
 from fusionllm.sim.what_if import change
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.toml"))
@@ -74,6 +76,31 @@ def test_a_cluster_in_numbers():
     assert cluster.latency_s[0][2] == 0.005
     assert [(share.name, share.nodes) for share in cluster.shares] == [("lab", (0, 1))]
     assert build_cluster(build_spec(BASE), device_model="lambda").nodes[0].device == ""
+
+
+def test_a_nodes_own_line_is_shared_by_its_links():
+    """A node in the middle of a path sends activations and gradients through one uplink: twice the bytes of a link."""
+    fast = {"fence": "a", "flops_per_s": 1e15, "memory": "1 GB"}
+    raw = {
+        "fence": [{"name": "a", "bandwidth": "1 Gbps", "latency": "0 ms"}], "goodput": 1.0,
+        "node": [fast, fast, {**fast, "name": "dsl", "uplink": "8 Mbps", "downlink": "80 Mbps"}],
+    }  # fmt: skip
+    cluster = build_cluster(build_spec(raw))
+    assert [(s.name, s.nodes, s.up_bytes_per_s, s.down_bytes_per_s) for s in cluster.shares] == [
+        ("dsl", (2,), 1e6, 1e7)
+    ]
+    workload = build_workload(deep(), StepOptions(microbatch_size=64, num_microbatches=4, pipeline="1f1b"))
+    line = replay_placement(workload, cluster, Placement(nodes=(0, 2, 1), boundaries=(2, 4)))
+    cut_bytes = 64 * 512 * 2
+    assert line.step_s >= 2 * 4 * cut_bytes / 1e6  # of 4 microbatches, one message each way out
+    end = replay_placement(workload, cluster, Placement(nodes=(0, 1, 2), boundaries=(2, 4)))
+    assert end.step_s < line.step_s * 0.6
+    twins = build_spec({**raw, "node": [{**raw["node"][2], "count": 2}]})
+    assert [share.nodes for share in build_cluster(twins).shares] == [(0,), (1,)]
+    assert [share.nodes for share in with_copies(cluster, 2, 2).shares] == [(2,), (3,), (4,)]
+    assert {(s.up_bytes_per_s, s.down_bytes_per_s) for s in with_copies(cluster, 2, 2).shares} == {(1e6, 1e7)}
+    with pytest.raises(UserError, match="'fast'"):
+        build_cluster(build_spec({**raw, "node": [{**raw["node"][2], "uplink": "fast"}]}))
 
 
 @pytest.mark.parametrize(

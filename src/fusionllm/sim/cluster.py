@@ -55,6 +55,7 @@ class Node(_Table, frozen=True, kw_only=True):
     """``count`` equal nodes of a fence: a known ``device``, or ``flops_per_s`` (achieved) and ``memory``.
 
     ``refuses``: names of operators that they do not run, e.g. because their backend lacks them; ``*`` for any part.
+    ``uplink``, ``downlink``: what all links of each such node share; empty: no limit but the links'.
     """
 
     fence: str
@@ -63,6 +64,8 @@ class Node(_Table, frozen=True, kw_only=True):
     name: str = ""
     flops_per_s: float = 0.0
     memory: str = ""
+    uplink: str = ""
+    downlink: str = ""
     refuses: tuple[str, ...] = ()
 
 
@@ -268,20 +271,10 @@ def build_cluster(spec: ClusterSpec, precision: str = "bfloat16", device_model: 
     """
     nodes = _build_nodes(spec, precision, device_model)
     rates, latencies = _build_links(spec, nodes)
-    shares = []
-    for fence in spec.fence:
-        if fence.uplink or fence.downlink:
-            texts = fence.uplink or fence.downlink, fence.downlink or fence.uplink
-            up, down = (parse_bandwidth_bytes_per_s(text) for text in texts)
-            members = tuple(i for i, node in enumerate(nodes) if node.site == fence.name)
-            shares.append(
-                Share(
-                    name=fence.name,
-                    nodes=members,
-                    up_bytes_per_s=up * spec.goodput,
-                    down_bytes_per_s=down * spec.goodput,
-                )
-            )
+    entries = [node for node in spec.node for _ in range(node.count)]
+    members = {fence.name: tuple(i for i, n in enumerate(nodes) if n.site == fence.name) for fence in spec.fence}
+    shares = [_share(fence.name, members[fence.name], fence, spec.goodput) for fence in spec.fence if _has_line(fence)]
+    shares += [_share(n.name, (i,), e, spec.goodput) for i, (n, e) in enumerate(zip(nodes, entries)) if _has_line(e)]
     return Cluster(
         nodes=nodes,
         bandwidth_bytes_per_s=tuple(map(tuple, rates)),
@@ -296,6 +289,17 @@ def build_cluster(spec: ClusterSpec, precision: str = "bfloat16", device_model: 
         ),
         owner=None if spec.owner is None else _build_owner(spec, spec.owner.fence, nodes, shares),
     )
+
+
+def _has_line(entry: Fence | Node) -> bool:
+    return bool(entry.uplink or entry.downlink)
+
+
+def _share(name: str, nodes: tuple[int, ...], entry: Fence | Node, goodput: float) -> Share:
+    """The line of a fence or a node; the direction that is left out is as the other."""
+    texts = entry.uplink or entry.downlink, entry.downlink or entry.uplink
+    up, down = (parse_bandwidth_bytes_per_s(text) * goodput for text in texts)
+    return Share(name=name, nodes=nodes, up_bytes_per_s=up, down_bytes_per_s=down)
 
 
 def _build_owner(spec: ClusterSpec, fence: str, nodes: tuple[NodeModel, ...], shares: list[Share]) -> Owner:

@@ -30,7 +30,12 @@ def with_copies(cluster: Cluster, index: int, count: int) -> Cluster:
     copies = tuple(msgspec.structs.replace(node, name=f"{node.name}+{k}") for k in range(1, count + 1))
     size = range(len(order))
     new = tuple(range(len(cluster.nodes), len(order)))
-    shares = [msgspec.structs.replace(s, nodes=(*s.nodes, *new)) if index in s.nodes else s for s in cluster.shares]
+    own = [share for share in cluster.shares if share.name == node.name]  # every copy has a line like it
+    shares = [
+        msgspec.structs.replace(s, nodes=(*s.nodes, *new)) if index in s.nodes and s not in own else s
+        for s in cluster.shares
+    ]
+    shares += [msgspec.structs.replace(s, name=c.name, nodes=(k,)) for s in own for c, k in zip(copies, new)]
     return msgspec.structs.replace(
         grown,
         shares=tuple(shares),
