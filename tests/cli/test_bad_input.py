@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import socket
 from pathlib import Path
 
@@ -215,6 +217,11 @@ def test_flags_are_frozen():
         help_text = invoke(*name.split(), "--help").output
         assert "Example" in help_text and "fusionllm " + name in help_text
     assert invoke("--version").output.startswith("fusionllm 0.")
+
+
+def test_the_package_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "fusionllm", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == invoke("--version").output
 
 
 def test_the_graph_command(tmp_path):
