@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
-import socket
 from pathlib import Path
 
 import pytest
