@@ -57,6 +57,30 @@ def test_bounds_and_scaling(case, factor):
 
 
 @settings(deadline=None)
+@given(cases())
+def test_the_critical_path_adds_up_to_the_step(case):
+    programs, stages, links = case
+    line = replay(programs, stages, links)
+    path = dict(line.critical_path())
+    assert sum(path.values()) == pytest.approx(line.step_s)
+    known = {*(f"stage {k}" for k in range(len(stages))), *(f"link {k}-{k + 1}" for k in range(len(links)))}
+    assert path.keys() <= known and list(path.values()) == sorted(path.values(), reverse=True)
+    for name, seconds_s in path.items():
+        if name.startswith("stage"):
+            assert seconds_s <= line.busy_s[int(name.split()[1])] * (1 + 1e-9)
+
+
+def test_the_critical_path_by_hand():
+    """Two stages, one microbatch: 1 s forward, 4 s to the next, 2 and 3 s there, 5 s back, 2 s backward."""
+    programs = build_programs("1f1b", 2, 1)
+    stages = [StageModel(forward_s=1, backward_s=2), StageModel(forward_s=2, backward_s=3)]
+    link = LinkModel(forward_bytes=3, backward_bytes=4, bandwidth_bytes_per_s=1, latency_s=1)
+    line = replay(programs, stages, [link])
+    assert line.critical_path() == [("link 0-1", 9.0), ("stage 1", 5.0), ("stage 0", 3.0)] and line.step_s == 17
+    assert line.with_feed(20.0).critical_path() == [("owner's line", 20.0)]
+
+
+@settings(deadline=None)
 @given(cases(), st.data())
 def test_a_faster_device_or_link_is_never_slower(case, data):
     programs, stages, links = case

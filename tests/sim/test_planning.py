@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -196,6 +197,7 @@ def test_the_command_reads_a_captured_graph(form, tmp_path):
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output
     assert "a step, predicted" in shown.output and "left out" in shown.output
+    assert re.search(r"critical path: \d+ % (stage|link) \d", shown.output)
     as_json = json.loads(CliRunner().invoke(app, [*words, "--json", "--what-if", "without lab0"]).stdout)
     assert as_json["stages"] and "without lab0" in as_json["what_if"]
     bad = CliRunner().invoke(app, [*words, "--pipeline", "2f2b"])

@@ -126,6 +126,7 @@ def print_study(console: Console, found: Study) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(f"schedule {found.pipeline}; bubble {found.bubble:.0%}; bottleneck: {found.bottleneck}")
+    console.print(f"critical path: {found.critical_path}")
     if found.sync_s:
         console.print(f"exchange of tied gradients: {format_seconds(found.sync_s)} of each step")
     for name, value in found.others.items():

@@ -114,6 +114,34 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         busy, name = max(shares, key=lambda pair: pair[0])
         return f"{name}, busy {busy / self.step_s if self.step_s else 0:.0%} of the step".replace("%", " %")
 
+    def critical_path(self) -> list[tuple[str, float]]:
+        """What the step takes its time for: stages that compute, links that are waited for, stages that exchange tied
+        gradients; seconds, the longest first.
+
+        Followed back from the end of the step; the seconds add up to it. A message's wait for its line is its link's.
+        """
+        if self.feed_s >= self.step_s:
+            return [("owner's line", self.feed_s)]
+        sends: dict[tuple[int, str, int], tuple[int, int]] = {
+            (span.action.stage_index, span.action.kind, span.action.microbatch_index): (index, at)
+            for index, spans in enumerate(self.spans)
+            for at, span in enumerate(spans)
+        }
+        seconds: dict[str, float] = {}
+        index = max(range(len(self.spans)), key=lambda k: self.spans[k][-1].end_s)
+        at = len(self.spans[index]) - 1
+        while at >= 0:
+            span = self.spans[index][at]
+            name = f"{'exchange' if span.action.kind == 'UPDATE' else 'stage'} {span.action.stage_index}"
+            since_s, needed = span.start_s, needed_send(span.action)
+            if needed is not None and span.end_s > span.start_s:
+                first = min(needed[0], span.action.stage_index)
+                (index, at), name = sends[needed], f"link {first}-{first + 1}"
+                since_s = self.spans[index][at].start_s
+            seconds[name] = seconds.get(name, 0.0) + span.end_s - since_s
+            at -= 1
+        return sorted(((name, s) for name, s in seconds.items() if s > 0), key=lambda pair: -pair[1])
+
 
 #: How many times as long as modelled an action of a program (by its place in the list) takes.
 Stretch = Callable[[int, Action], float]

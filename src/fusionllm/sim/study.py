@@ -34,6 +34,9 @@ from fusionllm.sim.advice import Advice
 from fusionllm.sim.codecs import CodedReport
 from fusionllm.sim.misfit import explain_misfit
 
+#: Stages and links named of a critical path.
+MAX_ON_PATH = 4
+
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage: anchored operators ``first_op`` to ``end_op``, seconds per microbatch, bytes, microbatches held."""
@@ -71,6 +74,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A plan and what it is measured against.
 
     ``sync_s``: of a step, for the gradients of tied parameters. ``others``: seconds of a step, or why there is none.
+    ``bottleneck``: the busiest stage or link. ``critical_path``: what the step takes its time for, both in words.
     """
 
     step_s: float
@@ -79,6 +83,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_microbatches: int
     bubble: float
     bottleneck: str
+    critical_path: str
     fences: dict[str, list[str]]
     stages: tuple[StageReport, ...]
     links: tuple[LinkReport, ...]
@@ -121,6 +126,7 @@ def study(workload: Workload, cluster: Cluster, found: Best | None = None) -> St
         num_microbatches=workload.num_microbatches,
         bubble=line.bubble,
         bottleneck=_in_names(line.bottleneck, cluster, best),
+        critical_path=_path_words(line, cluster, best),
         fences={fence[0].site or f"fence {k}": [node.name for node in fence] for k, fence in enumerate(fences)},
         stages=_stage_reports(workload, cluster, best, name, models),
         links=_link_reports(workload, cluster, best, line.link_busy_s, line.step_s),
@@ -137,6 +143,15 @@ def _in_names(bottleneck: str, cluster: Cluster, placement: Placement) -> str:
     kind, _, numbers = words.partition(" ")
     nodes = [cluster.nodes[placement.nodes[int(k)]].name for k in numbers.split("-")]
     return f"{kind} {numbers} ({' to '.join(nodes)}),{rest}"
+
+
+def _path_words(line: Timeline, cluster: Cluster, placement: Placement) -> str:
+    """``61 % stage 1 (pc), 30 % link 0-1 (lab0 to pc), 9 % the rest``."""
+    path = line.critical_path()
+    parts = [(_in_names(f"{name},", cluster, placement).rstrip(","), s) for name, s in path[:MAX_ON_PATH]]
+    if rest := sum(s for _, s in path[MAX_ON_PATH:]):
+        parts.append(("the rest", rest))
+    return ", ".join(f"{s / line.step_s:.0%} {name}".replace("%", " %") for name, s in parts)
 
 
 def _stage_reports(
