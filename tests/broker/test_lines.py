@@ -7,6 +7,7 @@ import pytest
 from tests.kits.backend_kit import Regression, example
 
 from fusionllm.api.config import build_config
+from fusionllm.api.run import describe_plan
 from fusionllm.broker.planning import Surveyed, check_options, plan_job
 from fusionllm.capture.export import capture_module
 from fusionllm.compute import ComputeOptions, OptimConfig
@@ -14,7 +15,7 @@ from fusionllm.errors import PlanError, UserError
 from fusionllm.estimate.device import DeviceRates
 from fusionllm.protocol.membership import Member
 from fusionllm.protocol.messages import FenceLine, JobOptions
-from fusionllm.schedule.placement import Cluster, NodeModel
+from fusionllm.schedule.placement import Cluster, NodeModel, find_fences
 
 
 def options(*lines: FenceLine) -> JobOptions:
@@ -40,6 +41,28 @@ def test_a_declared_uplink_keeps_the_plan_from_crossing_it():
 
     assert used() == used(FenceLine("elsewhere", 1e-3, 1e-3)) == used(FenceLine("a", 1e9, 1e9)) == 2
     assert used(FenceLine("a", 1e-3, 1e9)) == used(FenceLine("b", 1e9, 1e-3)) == 1
+
+
+def test_fences_of_nodes_without_one_are_found_by_their_links_and_told():
+    fences = ["", "", "lab", "", "", "lab"]
+    nodes = [Member(f"n{i}", "node", fence, "torch", 1, "127.0.0.1", 2 + i) for i, fence in enumerate(fences)]
+    near = [{0, 1}, {3, 4}, {2, 5}]
+    rates = tuple(
+        tuple(1e9 if any({a, b} <= group for group in near) else 1e5 for b in range(6)) for a in range(6)
+    )  # fmt: skip
+    cluster = Cluster(
+        nodes=tuple(NodeModel(name=n.name, flops_per_s=1e3, site=n.fence, device=n.name) for n in nodes),
+        bandwidth_bytes_per_s=rates,
+        latency_s=((0.0,) * 6,) * 6,
+    )
+    assert find_fences(cluster) == [[2, 5], [0, 1], [3, 4]]
+    slow = DeviceRates(matmul=1e3, attention=1e3, convolution=1e3, bytes_per_s=1e3)
+    graph, owner = capture_module(Regression(), example()).graph, Member("owner", "owner", "", "", 1, "127.0.0.1", 1)
+    planned = plan_job("job1", graph, options(), nodes, owner, Surveyed(cluster, {n.name: slow for n in nodes})).owner
+    assert planned.found_fences == (("n0", "n1"), ("n3", "n4"))
+    assert "fences found by their links: n0, n1 | n3, n4" in describe_plan(planned)
+    sited = msgspec.structs.replace(planned, found_fences=())
+    assert not any("fences" in line for line in describe_plan(sited))
 
 
 def test_lines_are_read_from_a_run_and_checked():

@@ -95,8 +95,13 @@ def describe_plan(planned: m.Planned) -> list[str]:
     if not planned.predicted_step_s:
         return []
     others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in planned.others.items())
+    fences = ["fences found by their links: " + " | ".join(map(", ".join, planned.found_fences))]
     links = [f"{link}: {codecs.forward}, back {codecs.backward}" for link, codecs in planned.codecs.items()]
-    return [f"predicted {planned.predicted_step_s:.3g} s a step (by other plans: {others})", *links]
+    return [
+        f"predicted {planned.predicted_step_s:.3g} s a step (by other plans: {others})",
+        *fences * bool(planned.found_fences),
+        *links,
+    ]
 
 
 class Run:

@@ -22,7 +22,7 @@ from fusionllm.protocol.messages import Assign, Compression, FenceLine, JobOptio
 from fusionllm.schedule.coded import Coded, backward_codec, best_coded, ladder_factors, propose
 from fusionllm.schedule.partition import partition_graph
 from fusionllm.schedule.pipeline import pipeline_name
-from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Placement, Share
+from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Placement, Share, find_fences
 from fusionllm.schedule.ratios import LADDER, check_rule, default_floor, ladder_to
 from fusionllm.schedule.workload import StepOptions, build_workload
 
@@ -58,6 +58,7 @@ class _Layout(msgspec.Struct, frozen=True):
     codecs: tuple[tuple[CodecSpec, CodecSpec], ...]
     step_s: float = 0.0
     others: dict[str, float] = {}
+    found_fences: tuple[tuple[str, ...], ...] = ()
 
 
 def needs_survey(options: JobOptions) -> bool:
@@ -124,6 +125,7 @@ def plan_job(
         codecs={f"{names[j]}->{names[k]}": link for (j, k), link in codecs.items()},
         predicted_step_s=layout.step_s,
         others=layout.others,
+        found_fences=layout.found_fences,
     )
     return PlannedJob(planned, assignments)
 
@@ -190,6 +192,9 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
         else _codecs_by_hand(chosen, compression),
         step_s=best.step_s,
         others={method: coded.step_s for method, coded in found.items()},
+        found_fences=tuple(
+            tuple(nodes[i].name for i in fence) for fence in find_fences(cluster) if not nodes[fence[0]].fence
+        ),
     )
 
 

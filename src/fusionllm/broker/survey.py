@@ -105,7 +105,7 @@ class Survey:
             models.append(
                 NodeModel(
                     name=node.name, flops_per_s=rates[node.name].matmul, memory_bytes=profile.memory_bytes,
-                    site=node.fence or "-", device=node.name,
+                    site=node.fence, device=node.name,
                 )
             )  # fmt: skip
         links = [[self.link(a, b, nodes) if a != b else NO_WAY for b in nodes] for a in nodes]

@@ -305,6 +305,7 @@ class Planned(_Message, frozen=True, kw_only=True):
     Attributes:
         codecs: links that do not send everything dense, ``"a->b"`` by node.
         predicted_step_s: of a planned job, with what other ways would have taken; 0 where nothing was measured.
+        found_fences: of nodes that joined without a fence, by the links that were measured.
     """
 
     job: str
@@ -315,6 +316,7 @@ class Planned(_Message, frozen=True, kw_only=True):
     codecs: dict[str, LinkCodecs] = {}
     predicted_step_s: float = 0.0
     others: dict[str, float] = {}
+    found_fences: tuple[tuple[str, ...], ...] = ()
 
 
 class Start(_Message, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import inf
 
 import networkx as nx
@@ -52,21 +52,22 @@ MEMORY_MARGINS = (1.0, 0.9, 0.8, 0.65, 0.5)
 
 
 def find_fences(cluster: Cluster) -> list[list[int]]:
-    """Groups of nodes joined by fast links: the declared sites, or Louvain communities where a site is unknown."""
-    nodes = cluster.nodes
-    if all(node.site for node in nodes):
-        sites: dict[str, list[int]] = {}
-        for index, node in enumerate(nodes):
-            sites.setdefault(node.site, []).append(index)
-        return list(sites.values())
+    """Groups of nodes joined by fast links: the declared sites, then Louvain communities of nodes without one."""
+    sites: dict[str, list[int]] = {}
+    for index, node in enumerate(cluster.nodes):
+        sites.setdefault(node.site, []).append(index)
+    unknown = sites.pop("", [])
+    return [*sites.values(), *_communities(cluster, unknown)]
+
+
+def _communities(cluster: Cluster, nodes: Sequence[int]) -> list[list[int]]:
     graph: nx.Graph = nx.Graph()
-    graph.add_nodes_from(range(len(nodes)))
-    for a in range(len(nodes)):
-        for b in range(a):
-            if (rate := _both_ways(cluster, a, b)) > 0:
-                graph.add_edge(a, b, weight=rate)
+    graph.add_nodes_from(nodes)
+    for a, b in combinations(nodes, 2):
+        if (rate := _both_ways(cluster, a, b)) > 0:
+            graph.add_edge(a, b, weight=rate)
     if not graph.edges:
-        return [[index] for index in range(len(nodes))]
+        return [[index] for index in nodes]
     return sorted(sorted(fence) for fence in nx.community.louvain_communities(graph, weight="weight", seed=0))
 
 
