@@ -151,12 +151,15 @@ def _codecs_of(text: str, num_cuts: int) -> list[CodecSpec]:
     return specs * num_cuts if len(specs) == 1 else specs
 
 
-def losses_in_one_process(config: RunConfig, boundaries: Sequence[int]) -> list[float]:
-    """Loss of every step of a run with codecs set by hand, cut at these boundaries."""
+def losses_in_one_process(config: RunConfig, boundaries: Sequence[int], first_coded: int = 0) -> list[float]:
+    """Loss of every step of a run with codecs set by hand, cut at these boundaries, dense before ``first_coded``."""
     job, train, codecs = prepare(config, Path.cwd()), config.train, config.compression
     pipeline = CodedPipeline(
         job.captured, config.optimizer, train.steps, boundaries, seed=config.run.seed,
         forward=codecs.forward, backward=codecs.backward,
     )  # fmt: skip
     sizes = {"global_batch": train.global_batch, "microbatch_size": train.microbatch_size}
-    return [pipeline.train_step(step, job.dataset.microbatches(step, **sizes)) for step in range(train.steps)]
+    return [
+        pipeline.train_step(step, job.dataset.microbatches(step, **sizes), coded=step >= first_coded)
+        for step in range(train.steps)
+    ]

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from benchmarks.coded import losses_in_one_process
 
 import fusionllm
 from fusionllm.api.config import RunConfig, build_config
-from fusionllm.telemetry.events import Note
+from fusionllm.broker import server
+from fusionllm.protocol.messages import LinkShape
+from fusionllm.telemetry.events import Note, StepMetrics
+from fusionllm.units import parse_bandwidth_bytes_per_s
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "shakespeare.txt"
 
@@ -55,12 +59,31 @@ def test_the_planner_leaves_out_a_node_behind_a_slow_link(tmp_path):
 
 
 def test_the_deadline_rule_codes_a_slow_link_just_enough(tmp_path):
-    config = config_of(tmp_path, "1 Mbps", "equal-compute", rule="deadline")
+    config = config_of(tmp_path, "1 Mbps", "equal-compute", rule="deadline", floor="hadamard")
     result, told = train(config)
     assert result.plan.num_stages == 2
     assert "node0->node1: hadamard, back tangent(hadamard)" in told
     by_hand = config_of(tmp_path, "1 Mbps", "equal-compute", forward="hadamard", backward="tangent(hadamard)")
     assert result.losses == losses_in_one_process(by_hand, result.plan.boundaries)
+    assert result.summary.val_coded_loss != result.summary.val_loss
+
+
+def test_a_link_that_was_measured_wrongly_changes_its_codec_while_the_run_goes_on(tmp_path, monkeypatch):
+    """The broker has the link probed at another rate than it has in the job, as if it changed in between."""
+    fast = LinkShape(parse_bandwidth_bytes_per_s("1 Gbps"), 0.005)
+    monkeypatch.setattr(server, "emulated_link", lambda options, a, b: fast)
+    config = config_of(tmp_path, "1 Mbps", "equal-compute", rule="deadline", floor="hadamard", rule_every=4)
+    config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, steps=12))
+    result, told = train(config)
+    assert "node0->node1" not in told
+    (change,) = (e.text for e in result.history if isinstance(e, Note) and e.kind == "codecs")
+    assert change.startswith("node0->node1: identity, back identity becomes hadamard, back tangent(hadamard) from step")
+    first = int(change.partition("from step ")[2].split()[0]) - 1
+    sent = [e.link_bytes["node0->node1"] for e in result.history if isinstance(e, StepMetrics)]
+    assert 4 * min(sent[first + 1 :]) < max(sent[:first])
+    by_hand = config_of(tmp_path, "1 Mbps", "equal-compute", forward="hadamard", backward="tangent(hadamard)")
+    by_hand = msgspec.structs.replace(by_hand, train=config.train)
+    assert result.losses == losses_in_one_process(by_hand, result.plan.boundaries, first)
     assert result.summary.val_coded_loss != result.summary.val_loss
 
 
@@ -80,7 +103,7 @@ def test_the_papers_pair_of_scheduler_and_rule(tmp_path):
 def test_a_declared_line_counts_where_the_measured_link_is_fast(tmp_path, line):
     """What is measured says 10 Gbps; the declared line of the second node's site is what the plan goes by."""
     site = ({"name": "fence1", **line},)
-    result, told = train(config_of(tmp_path, "10 Gbps", "equal-compute", site, rule="deadline"))
+    result, told = train(config_of(tmp_path, "10 Gbps", "equal-compute", site, rule="deadline", floor="hadamard"))
     slow = "back tangent" if line["uplink"] == "1 Mbps" else "hadamard, back"
     assert result.plan.num_stages == 2 and "node0->node1" in told and slow in told
     cut_bytes, num_microbatches, line_bytes_per_s = 2 * 32 * 64 * 4, 3, 1e6 / 8

@@ -18,28 +18,29 @@ from fusionllm.ir.tensor import TensorSpec
 from fusionllm.node.codecs import StageCodecs, check_payload, parse_state_key
 from fusionllm.node.door import Door
 from fusionllm.node.guard import FIRST, STRIKES
-from fusionllm.protocol.messages import LinkCodecs, TensorHeader
+from fusionllm.protocol.messages import LinkChoice, LinkCodecs, TensorHeader
 from fusionllm.protocol.stage import OWNER
 
 LINK = LinkCodecs("hadamard", "tangent(hadamard:bits=2)")
+CHOICE = LinkChoice(("int8", LINK.forward), (LINK.backward,))
 
 
 def header(kind: str, tensor: torch.Tensor, codec: str, microbatch_index: int = 0, seq: int = 0) -> TensorHeader:
     return TensorHeader(kind, "job1", seq, microbatch_index, "v", dtype_name(tensor), tuple(tensor.shape), codec)
 
 
-def carry(sender, receiver, kind, tensor, microbatch_index=0, **more) -> tuple[torch.Tensor, str, int]:
+def carry(sender, receiver, kind, tensor, microbatch_index=0, link=LINK) -> tuple[torch.Tensor, str, int]:
     """Send from stage 0 to stage 1 or back, through the door."""
     to, source = (1, 0) if kind == "activation" else (0, 1)
-    codec, payload = sender.encode(kind, to, 0, microbatch_index, "v", tensor, **more)
+    codec, payload = sender.encode(kind, to, 0, microbatch_index, "v", tensor, link)
     data = bytearray(b"".join(payload))
     head = header(kind, tensor, codec, microbatch_index)
-    check_payload(head, len(data), LINK)
+    check_payload(head, len(data), CHOICE)
     return receiver.decode(source, head, data), codec, len(data)
 
 
 def ends() -> tuple[StageCodecs, StageCodecs]:
-    return StageCodecs({1: LINK}), StageCodecs({0: LINK})
+    return StageCodecs({1: CHOICE}), StageCodecs({0: CHOICE})
 
 
 @settings(max_examples=20, deadline=None)
@@ -57,7 +58,7 @@ def test_gradients_find_their_activation_whatever_the_order_of_microbatches(rows
             assert torch.allclose(kept, (gradient * seen[index]).sum(1), atol=2e-2 * width)
 
 
-def restored(codecs: StageCodecs, links: dict[int, LinkCodecs]) -> StageCodecs:
+def restored(codecs: StageCodecs, links: dict[int, LinkChoice]) -> StageCodecs:
     """Another one with its state, as a checkpoint brings it."""
     other = StageCodecs(links)
     for key, tensor in codecs.state().items():
@@ -69,14 +70,15 @@ def restored(codecs: StageCodecs, links: dict[int, LinkCodecs]) -> StageCodecs:
 @pytest.mark.parametrize("codec", ["klt:rate=2", "klt-ec:rate=2", "outlier:channels=2"])
 def test_state_brought_back_sends_the_same_and_reads_it(codec):
     link = LinkCodecs(codec, f"tangent({codec})")
-    first, second = StageCodecs({1: link}), StageCodecs({0: link})
+    choice = LinkChoice((link.forward,), (link.backward,))
+    first, second = StageCodecs({1: choice}), StageCodecs({0: choice})
     torch.manual_seed(1)
     mixing = torch.randn(16, 16)
 
     def exchange(first: StageCodecs, second: StageCodecs, index: int, x: torch.Tensor) -> list[torch.Tensor]:
         found = []
         for kind, a, b, to in (("activation", first, second, 1), ("gradient", second, first, 0)):
-            spec, payload = a.encode(kind, to, index, 0, "v", x)
+            spec, payload = a.encode(kind, to, index, 0, "v", x, link)
             head = header(kind, x, spec, seq=index)
             found.append(b.decode(1 - to, head, bytearray(b"".join(payload))))
         return found
@@ -84,21 +86,24 @@ def test_state_brought_back_sends_the_same_and_reads_it(codec):
     xs = [torch.randn(64, 16) @ mixing for _ in range(7)]
     for index, x in enumerate(xs[:4]):
         exchange(first, second, index, x)
-    again = restored(first, {1: link}), restored(second, {0: link})
+    again = restored(first, {1: choice}), restored(second, {0: choice})
     for index, x in enumerate(xs[4:], 4):
         a, b = exchange(first, second, index, x), exchange(*again, index, x)
         assert all(map(torch.equal, a, b))
-    fresh = exchange(StageCodecs({1: link}), StageCodecs({0: link}), 9, xs[6])
+    fresh = exchange(StageCodecs({1: choice}), StageCodecs({0: choice}), 9, xs[6])
     assert not torch.equal(fresh[0], a[0])
+
+
+WAY = ("activation", 1, "hadamard")
 
 
 def test_a_way_given_up_stays_given_up():
     first, _ = ends()
     for error in [0.02] * FIRST + [0.5] * STRIKES:
-        first.guard.wants(("activation", 1))
-        first.guard.note(("activation", 1), error)
-    again = restored(first, {1: LINK})
-    assert again.guard.is_dense(("activation", 1)) and again.guard.state() == first.guard.state()
+        first.guard.wants(WAY)
+        first.guard.note(WAY, error)
+    again = restored(first, {1: CHOICE})
+    assert again.guard.is_dense(WAY) and again.guard.state() == first.guard.state()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_a_key_that_names_no_state_is_refused(key):
 def test_dense_may_step_in_for_any_message():
     first, second = ends()
     x = torch.randn(4, 64)
-    y, codec, _ = carry(first, second, "activation", x, dense=True)
+    y, codec, _ = carry(first, second, "activation", x, link=None)
     assert codec == str(IDENTITY) and torch.equal(x, y)
     broken = torch.full((4, 64), torch.nan)
     y, codec, _ = carry(first, second, "activation", broken, 1)
@@ -126,9 +131,9 @@ def test_dense_may_step_in_for_any_message():
     ("kind", "codec", "num_bytes", "words"),
     [
         ("activation", "identity", 1023, "sent dense"),
-        ("activation", "int8", 264, "this link has hadamard"),
-        ("activation", "hadamard:bits=2", 66, "this link has hadamard"),
-        ("activation", "x" * 10_000, 1, "this link has hadamard"),
+        ("activation", "cast", 512, "this link has int8, hadamard"),
+        ("activation", "hadamard:bits=2", 66, "this link has int8, hadamard"),
+        ("activation", "x" * 10_000, 1, "this link has int8, hadamard"),
         ("activation", "hadamard", 1 << 40, "takes exactly"),
         ("gradient", "hadamard", 136, "this link has tangent"),
         ("weight", "hadamard", 136, "this link has identity"),
@@ -137,13 +142,28 @@ def test_dense_may_step_in_for_any_message():
 )
 def test_a_payload_the_link_does_not_allow_is_refused_by_its_header(kind, codec, num_bytes, words):
     with pytest.raises(RemoteProtocolError, match=words):
-        check_payload(header(kind, torch.zeros(4, 64), codec), num_bytes, LINK)
+        check_payload(header(kind, torch.zeros(4, 64), codec), num_bytes, CHOICE)
+
+
+def test_a_link_changes_its_codec_between_two_messages_and_back():
+    first, second = ends()
+    x, other = torch.randn(4, 64), LinkCodecs("int8", LINK.backward)
+    names = [carry(first, second, "activation", x, i, link)[1] for i, link in enumerate((LINK, other, None, LINK))]
+    assert names == ["hadamard", "int8", "identity", "hadamard"]
+
+
+def test_an_order_of_a_codec_that_is_not_the_links_is_refused():
+    first, _ = ends()
+    first.check({1: LinkCodecs("identity", LINK.backward)})
+    for orders in ({1: LinkCodecs("cast", "identity")}, {1: LinkCodecs("int8", "int8")}, {2: LINK}):
+        with pytest.raises(RemoteProtocolError, match="an order of codec"):
+            first.check(orders)
 
 
 def test_a_gradient_without_its_activation_is_refused():
     first, second = ends()
     carry(first, second, "activation", torch.randn(4, 64))
-    codec, payload = second.encode("gradient", 0, 0, 0, "v", torch.randn(4, 64))
+    codec, payload = second.encode("gradient", 0, 0, 0, "v", torch.randn(4, 64), LINK)
     data = bytearray(b"".join(payload))
     first.finish(0)
     with pytest.raises(RemoteProtocolError, match="without its activation"):
@@ -155,7 +175,7 @@ def test_a_gradient_without_its_activation_is_refused():
 def test_damaged_payloads_are_refused_or_decoded_to_the_declared_shape(data):
     first, second = ends()
     x = torch.randn(4, 64)
-    codec, payload = first.encode("activation", 1, 0, 0, "v", x)
+    codec, payload = first.encode("activation", 1, 0, 0, "v", x, LINK)
     raw = bytearray(b"".join(payload))
     for _ in range(data.draw(st.integers(1, 8))):
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
@@ -179,7 +199,7 @@ def test_damaged_payloads_are_refused_or_decoded_to_the_declared_shape(data):
 def test_state_of_no_link_or_too_large_is_refused_at_the_door(key, num_bytes, source):
     x = Value("x", TensorSpec("float32", ("B", 64)))
     graph = OpGraph(symbols={"B": 1}, inputs=(), params={}, ops=(), outputs=("x",), recv=(x,))
-    door = Door(SimpleNamespace(codecs={1: LINK}, options=SimpleNamespace(microbatch_size=4, max_length=0)), graph)
+    door = Door(SimpleNamespace(codecs={1: CHOICE}, options=SimpleNamespace(microbatch_size=4, max_length=0)), graph)
     good = TensorHeader("codec", "job1", 0, -1, "send/activation/1/x/klt/covariance", "float32", (64, 64))
     door.admit(OWNER, good, 4 * 64 * 64)
     with pytest.raises(RemoteProtocolError, match="bytes of codec state"):

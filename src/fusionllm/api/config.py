@@ -95,6 +95,7 @@ class CompressionTable(_Table, frozen=True, kw_only=True):
         rule: choose the codec of each link instead, from what was measured: ``deadline`` (just enough that no link is
             waited for), ``adatopk-paper`` or ``uniform-topk`` (with ``ratio``).
         floor: the most lossy codec that ``deadline`` may choose; empty: by whether the model begins at random.
+        rule_every: steps after which ``deadline`` is applied again to what was measured meanwhile; 0: never.
         band: how far the validation loss may rise above its best, in nats, before all links go dense; 0: as far as it
             likes. A link whose own error runs away goes dense by itself.
         dense_last: share of the last steps that travel dense, so that the model is good without the codecs.
@@ -106,6 +107,7 @@ class CompressionTable(_Table, frozen=True, kw_only=True):
     rule: str = ""
     ratio: float = 100.0
     floor: str = ""
+    rule_every: int = 20
     band: float = 0.2
     dense_last: float = 0.0
 
@@ -391,6 +393,8 @@ def _check_compression(table: CompressionTable) -> None:
         raise UserError(f"compression.dense_last is {table.dense_last}; it is a share of the steps, from 0 to 1")
     if table.band < 0:
         raise UserError(f"compression.band is {table.band}; it must be at least 0")
+    if table.rule_every < 0:
+        raise UserError(f"compression.rule_every is {table.rule_every}; it is a number of steps, 0 for never")
     if table.rule:
         check_rule(table.rule, table.ratio, table.floor)
         if {table.forward, table.backward} != {str(IDENTITY)}:

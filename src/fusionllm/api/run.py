@@ -244,6 +244,7 @@ class Run:
                 rule=config.compression.rule,
                 ratio=config.compression.ratio,
                 floor=config.compression.floor or default_floor(pretrained=not job.source.from_scratch),
+                rule_every=config.compression.rule_every,
             ),
             fence_links=config.fence_links(),
             fence_lines=config.fence_lines(),
@@ -287,6 +288,9 @@ class Run:
                     + [(done // every + 1) * every for every in (train.eval_every, train.checkpoint_every) if every]
                 )
                 for event in trainer.train_steps(done, last):
+                    if isinstance(event, Note):
+                        self._emit(event, sinks)
+                        continue
                     elapsed += event.seconds
                     self._emit(msgspec.structs.replace(event, elapsed_s=elapsed), sinks)
                     done = event.step

@@ -16,11 +16,12 @@ from fusionllm.api.config import RunConfig
 from fusionllm.api.owner import OwnerLink, Received
 from fusionllm.compute import learning_rate
 from fusionllm.errors import FusionError, RemoteProtocolError, UserError
+from fusionllm.ir.codec import IDENTITY
 from fusionllm.protocol import messages as m
 from fusionllm.store.dataset import Dataset
 from fusionllm.store.scratch import Scratch
 from fusionllm.store.tensorfile import Blob
-from fusionllm.telemetry.events import StepMetrics, ValMetrics
+from fusionllm.telemetry.events import Note, StepMetrics, ValMetrics
 
 NO_NEWS_S = 600.0
 
@@ -88,6 +89,8 @@ class Trainer:
         self._outputs, self._stop_wanted = outputs, stop_wanted
         self._seq = 0
         self._first_dense = round(config.train.steps * (1 - config.compression.dense_last))
+        self._codecs = dict(planned.codecs)
+        self._stage_of = {stage.node: stage.stage_index for stage in planned.plan.stages}
         self._link_bytes: dict[str, int] = {}
         #: Memory each node has needed at most, in bytes.
         self.peak_bytes: dict[str, int] = {}
@@ -96,11 +99,17 @@ class Trainer:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Where the model is cut and the codecs of the links, by stage: what codecs' state belongs to."""
-        plan = self._planned.plan
-        index = {stage.node: str(k) for k, stage in enumerate(plan.stages)}
-        links = {"->".join(index[n] for n in link.split("->")): c for link, c in self._planned.codecs.items()}
-        return {"boundaries": list(plan.boundaries), "links": {k: [c.forward, c.backward] for k, c in links.items()}}
+        """Where the model is cut and what the links' codecs are, by stage: what codecs' state belongs to."""
+        boundaries, table = list(self._planned.plan.boundaries), self._config.compression
+        if table.rule == "deadline" and table.rule_every:  # any link may use any codec of the ladder
+            return {"boundaries": boundaries, "floor": table.floor}
+        links = {"->".join(map(str, self._ends(k))): [c.forward, c.backward] for k, c in self._planned.codecs.items()}
+        return {"boundaries": boundaries, "links": links}
+
+    def _ends(self, link: str) -> tuple[int, int]:
+        """Stages of a link ``"a->b"``."""
+        a, b = link.split("->")
+        return self._stage_of[a], self._stage_of[b]
 
     def send_state(self, state: State, offer: Callable[[Sequence[str]], m.WeightOffer] | None = None) -> None:
         """Give every stage its tensors, the optimizer's first; then wait until all hold theirs.
@@ -170,8 +179,11 @@ class Trainer:
 
     # steps
 
-    def train_steps(self, first: int, last: int) -> Iterator[StepMetrics]:
-        """Train steps ``first`` up to ``last``, their data sent ahead; ends early when a stop is wanted."""
+    def train_steps(self, first: int, last: int) -> Iterator[StepMetrics | Note]:
+        """Train steps ``first`` up to ``last``, their data sent ahead; ends early when a stop is wanted.
+
+        After a step come the notes about it: links that use other codecs from the next step ordered on.
+        """
         train = self._config.train
         running: list[_Step] = []
         next_step = first
@@ -181,7 +193,7 @@ class Trainer:
                 batches = self._dataset.microbatches(
                     next_step, global_batch=train.global_batch, microbatch_size=train.microbatch_size
                 )
-                running.append(self._order(next_step, batches, train=True, dense=next_step >= self._first_dense))
+                running.append(self._order(next_step, batches, train=True, coded=next_step < self._first_dense))
                 next_step += 1
             if not running:
                 return
@@ -204,6 +216,22 @@ class Trainer:
             )
             started, self._link_bytes = now, link_bytes
             self.peak_bytes |= step.commit.peak_bytes
+            yield from self._recode(step, next_step)
+
+    def _recode(self, step: _Step, next_step: int) -> Iterator[Note]:
+        """Take over what the broker wants of links; tell of it unless they travel dense by now."""
+        assert step.commit is not None
+        dense = m.LinkCodecs(*(str(IDENTITY),) * 2)
+        for change in step.commit.recoded:
+            old, new = self._codecs.pop(change.link, dense), change.codecs
+            if new != dense:
+                self._codecs[change.link] = new
+            if change.why and next_step < self._first_dense:
+                text = (
+                    f"{change.link}: {old.forward}, back {old.backward} becomes {new.forward}, back {new.backward} "
+                    f"from step {next_step + 1} on: {change.why}"
+                )
+                yield Note(step=step.order.step + 1, kind="codecs", text=text)
 
     def travel_dense(self, step: int) -> bool:
         """Order steps from here on without codecs; False where they are already."""
@@ -222,19 +250,19 @@ class Trainer:
         )
         if not batches:
             return None
-        found = self._look(step, batches, dense=True)
-        if self._planned.codecs:
-            coded_loss = self._look(step, batches, dense=False).loss
+        found = self._look(step, batches, coded=False)
+        if self._codecs:
+            coded_loss = self._look(step, batches, coded=True).loss
             found = msgspec.structs.replace(found, coded_loss=coded_loss)
         return msgspec.structs.replace(found, seconds=time.perf_counter() - started)
 
-    def _look(self, step: int, batches: Sequence[dict[str, np.ndarray]], *, dense: bool) -> ValMetrics:
+    def _look(self, step: int, batches: Sequence[dict[str, np.ndarray]], *, coded: bool) -> ValMetrics:
         """Loss and accuracy over the rows of some batches."""
         loss = correct = counted = 0.0
         rows = tokens = 0
         width = self._config.num_microbatches
         for start in range(0, len(batches), width):
-            one = self._order(step, list(batches[start : start + width]), train=False, dense=dense)
+            one = self._order(step, list(batches[start : start + width]), train=False, coded=coded)
             self._complete(one, [])
             loss += one.loss * sum(one.order.rows)
             rows += sum(one.order.rows)
@@ -244,12 +272,16 @@ class Trainer:
         accuracy = correct / counted if counted else None
         return ValMetrics(step=step, loss=loss / rows, accuracy=accuracy, tokens=tokens)
 
-    def _order(self, step: int, batches: list[dict[str, np.ndarray]], *, train: bool, dense: bool = False) -> _Step:
+    def _order(self, step: int, batches: list[dict[str, np.ndarray]], *, train: bool, coded: bool) -> _Step:
         rows = tuple(len(next(iter(batch.values()))) for batch in batches)
-        order = m.StepOrder(seq=self._seq, step=step, rows=rows, train=train, dense=dense)
+        order = m.StepOrder(seq=self._seq, step=step, rows=rows, train=train)
         self._seq += 1
-        payload = m.encode_message(order)
+        codecs: dict[int, dict[int, m.LinkCodecs]] = {k: {} for k in range(self._planned.plan.num_stages)}
+        for link, used in self._codecs.items() if coded else ():
+            a, b = self._ends(link)
+            codecs[a][b] = codecs[b][a] = used
         for stage_index in range(self._planned.plan.num_stages):
+            payload = m.encode_message(msgspec.structs.replace(order, codecs=codecs[stage_index]))
             header = m.TensorHeader("step", self._planned.job, order.seq, -1, "", "uint8", (len(payload),))
             self._link.send(stage_index, header, payload, m.Priority.ORDER)
         for microbatch_index, batch in enumerate(batches):

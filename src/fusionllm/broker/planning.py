@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import combinations, pairwise
 from math import inf
 
 import msgspec
 
+from fusionllm.broker.links import Tuner, codecs_by_hand, ladder_of, link_choices, link_codecs
 from fusionllm.errors import PlanError, known_names
 from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.flops import anchored_flops, graph_costs
 from fusionllm.estimate.memory import OPTIMIZER_COPIES
-from fusionllm.ir.codec import IDENTITY, CodecSpec, CodecSpeed, expected_num_bytes, parse_codec
+from fusionllm.ir.codec import CodecSpec, CodecSpeed
 from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan, StagePlan, tied_params
 from fusionllm.protocol.membership import Member
-from fusionllm.protocol.messages import Assign, Compression, FenceLine, JobOptions, LinkCodecs, LinkShape, Peer, Planned
+from fusionllm.protocol.messages import Assign, FenceLine, JobOptions, LinkChoice, LinkShape, Peer, Planned
 from fusionllm.schedule.coded import Coded, backward_codec, best_coded, ladder_factors, propose
 from fusionllm.schedule.partition import partition_graph
 from fusionllm.schedule.pipeline import pipeline_name
 from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Placement, Share, find_fences
-from fusionllm.schedule.ratios import LADDER, check_rule, default_floor, ladder_to
 from fusionllm.schedule.workload import StepOptions, build_workload
 
 #: Ways to plan that look at devices and links: the paper's, and ours.
@@ -43,10 +42,14 @@ class Surveyed(msgspec.Struct, frozen=True):
 
 
 class PlannedJob(msgspec.Struct, frozen=True):
-    """A plan ready to be sent: the owner's share and one assignment per node that it uses."""
+    """A plan ready to be sent: the owner's share and one assignment per node that it uses.
+
+    ``tuner``: chooses codecs again while the job runs, where its rule is to be.
+    """
 
     owner: Planned
     assignments: dict[str, Assign]
+    tuner: Tuner | None = None
 
 
 class _Layout(msgspec.Struct, frozen=True):
@@ -59,6 +62,7 @@ class _Layout(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     others: dict[str, float] = {}
     found_fences: tuple[tuple[str, ...], ...] = ()
+    tuner: Tuner | None = None
 
 
 def needs_survey(options: JobOptions) -> bool:
@@ -95,9 +99,10 @@ def plan_job(
         tied=tied,
     )
     options = msgspec.structs.replace(options, pipeline=layout.pipeline)
-    codecs = _link_codecs(layout.codecs)
+    codecs = link_codecs(layout.codecs)
+    choices = link_choices(codecs, len(nodes), options.compression)
     for i, (node, stage) in enumerate(zip(nodes, stages)):
-        _check_offer(i, node, stage, options.optim, [link for pair, link in codecs.items() if i in pair])
+        _check_offer(i, node, stage, options.optim, [choice for pair, choice in choices.items() if i in pair])
     assignments = {
         node.name: Assign(
             job=job,
@@ -112,7 +117,7 @@ def plan_job(
             tied={name: holders for name, holders in tied.items() if i in holders},
             peers={m.name: _peer(m, node, options, owner) for m in (*nodes, owner) if m.name != node.name},
             options=options,
-            codecs={k if i == j else j: link for (j, k), link in codecs.items() if i in (j, k)},
+            codecs={k if i == j else j: choice for (j, k), choice in choices.items() if i in (j, k)},
         )
         for i, (node, stage) in enumerate(zip(nodes, stages))
     }
@@ -127,11 +132,11 @@ def plan_job(
         others=layout.others,
         found_fences=layout.found_fences,
     )
-    return PlannedJob(planned, assignments)
+    return PlannedJob(planned, assignments, layout.tuner)
 
 
 def _check_offer(
-    stage_index: int, node: Member, stage: OpGraph, optim: bytes, codecs: Sequence[LinkCodecs]
+    stage_index: int, node: Member, stage: OpGraph, optim: bytes, codecs: Sequence[LinkChoice]
 ) -> None:  # fmt: skip
     """Refuse a stage for a node whose backend lacks an operator, an optimizer or a codec of it. Raises PlanError."""
     if node.offer is None:
@@ -146,7 +151,7 @@ def _check_offer(
         raise PlanError(f"{who} has no optimizer {missing[0]!r}; it has {', '.join(node.offer.optimizers)}")
     if codecs and not node.offer.codecs:
         raise PlanError(
-            f"{who} has no codecs, but its links compress ({codecs[0].forward} and {codecs[0].backward}): codecs need "
+            f"{who} has no codecs, but its links compress (by {', '.join(codecs[0].forward)}): codecs need "
             "torch; install it there (pip install 'fusionllm[torch]') or leave out [compression]"
         )
 
@@ -155,7 +160,7 @@ def _plain_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], 
     """As asked, nothing measured: the codecs set by hand, on links between fences or on all."""
     costs = anchored_flops(graph, symbols)
     boundaries = partition_graph(graph, len(nodes), options.partition, symbols, costs=costs)
-    return _Layout(tuple(nodes), tuple(boundaries), options.pipeline, _codecs_by_hand(nodes, options.compression))
+    return _Layout(tuple(nodes), tuple(boundaries), options.pipeline, codecs_by_hand(nodes, options.compression))
 
 
 def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], surveyed: Surveyed) -> _Layout:
@@ -166,7 +171,7 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
         num_microbatches=options.num_microbatches, pipeline=base,
         precision="float32", optimizer=_optimizer(options.optim),
     )  # fmt: skip
-    workload, ladder = build_workload(graph, step, surveyed.rates), _ladder(compression)
+    workload, ladder = build_workload(graph, step, surveyed.rates), ladder_of(compression)
 
     def code(placements: Iterable[Placement]) -> Coded:
         return best_coded(
@@ -189,12 +194,15 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
         pipeline=pipeline_name(base, best.placement.depths),
         codecs=tuple((out, backward_codec(back)) for out, back in best.codecs)
         if compression.rule
-        else _codecs_by_hand(chosen, compression),
+        else codecs_by_hand(chosen, compression),
         step_s=best.step_s,
         others={method: coded.step_s for method, coded in found.items()},
         found_fences=tuple(
             tuple(nodes[i].name for i in fence) for fence in find_fences(cluster) if not nodes[fence[0]].fence
         ),
+        tuner=Tuner(workload, cluster, best, surveyed.coding, compression)
+        if compression.rule == "deadline" and compression.rule_every
+        else None,
     )
 
 
@@ -241,34 +249,6 @@ def _names(optim: bytes) -> _OptimizerNames:
         return msgspec.json.decode(optim, type=_OptimizerNames)
     except msgspec.MsgspecError:
         raise PlanError("the optimizer's options are not JSON; this is a fault of the owner's program") from None
-
-
-def _ladder(compression: Compression) -> tuple[CodecSpec, ...]:
-    if not compression.rule:
-        return LADDER[:1]
-    check_rule(compression.rule, compression.ratio, compression.floor)
-    return ladder_to(compression.floor or default_floor(pretrained=True))
-
-
-def _codecs_by_hand(nodes: Sequence[Member], compression: Compression) -> tuple[tuple[CodecSpec, CodecSpec], ...]:
-    codecs = parse_codec(compression.forward), parse_codec(compression.backward)
-    every = compression.links == "all"
-    return tuple(codecs if every or a.fence != b.fence else (IDENTITY, IDENTITY) for a, b in pairwise(nodes))
-
-
-def _link_codecs(codecs: Sequence[tuple[CodecSpec, CodecSpec]]) -> dict[tuple[int, int], LinkCodecs]:
-    """Of every pair of stages, the earlier one first, what is not dense: the smallest codecs on the way."""
-    found = {}
-    for j, k in combinations(range(len(codecs) + 1), 2):
-        out, back = (min((pair[way] for pair in codecs[j:k]), key=_share) for way in (0, 1))
-        if (out, back) != (IDENTITY, IDENTITY):
-            found[j, k] = LinkCodecs(str(out), str(back))
-    return found
-
-
-def _share(spec: CodecSpec) -> float:
-    """Bytes of a message of usual size."""
-    return expected_num_bytes(spec, (128, 1024), "float32")
 
 
 def _stage_plan(index: int, node: Member, stage: OpGraph, symbols: dict[str, int], edges: list[int]) -> StagePlan:

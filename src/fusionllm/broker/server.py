@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 
+from fusionllm.broker.links import Tuner
 from fusionllm.broker.planning import PlannedJob, check_options, emulated_link, needs_survey, plan_job
 from fusionllm.broker.survey import Survey
 from fusionllm.errors import AdmissionError, FusionError, LinkError, ProtocolError
@@ -29,8 +30,8 @@ WATCH_EVERY_S = 5.0
 
 
 class _Job:
-    def __init__(self, job: str, owner: str, machine: JobMachine, stall_s: float) -> None:
-        self.job, self.owner, self.machine, self.stall_s = job, owner, machine, stall_s
+    def __init__(self, job: str, owner: str, machine: JobMachine, stall_s: float, tuner: Tuner | None) -> None:
+        self.job, self.owner, self.machine, self.stall_s, self.tuner = job, owner, machine, stall_s, tuner
         self.last_progress_s = time.monotonic()
         self.link_bytes: dict[str, int] = {}
         self.link_errors: dict[str, float] = {}
@@ -164,6 +165,8 @@ class Broker:
                 if isinstance(message, m.StageDone):
                     self._survey.observe(name, message.links)
                     known = {job.owner, *job.machine.stage_nodes}
+                    if job.tuner is not None and name in job.machine.stage_nodes:
+                        job.tuner.observe(name, message.compute_s, message.links)
                     job.peak_bytes[name] = message.peak_bytes
                     job.link_bytes.update({f"{name}->{p}": n for p, n in message.sent_bytes.items() if p in known})
                     errors = {key.partition(" "): error for key, error in message.errors.items()}
@@ -220,7 +223,7 @@ class Broker:
             await self._try_waiting()
             return
         self._membership.spare(name, {node.name for node in nodes} - set(stage_nodes))
-        self._jobs[name] = _Job(name, owner, JobMachine(stage_nodes), options.stall_s)
+        self._jobs[name] = _Job(name, owner, JobMachine(stage_nodes), options.stall_s, planned.tuner)
         log.info("%s of %s on %s", name, owner, ", ".join(stage_nodes))
         await self._send(owner, planned.owner)
         for node, assign in planned.assignments.items():
@@ -249,9 +252,13 @@ class Broker:
                 commit = m.Commit(job=job.job, seq=command.seq, total_norm=command.total_norm)
                 for name in job.machine.stage_nodes:
                     await self._send(name, commit)
+                recoded: tuple[m.Recoded, ...] = ()
+                if job.tuner is not None and job.tuner.is_due():  # replays of long pipelines take a while
+                    recoded = await asyncio.get_running_loop().run_in_executor(None, job.tuner.retune)
                 news = m.Commit(
                     job=job.job, seq=command.seq, total_norm=command.total_norm, link_bytes=dict(job.link_bytes),
                     link_errors=dict(job.link_errors), peak_bytes=dict(job.peak_bytes),
+                    recoded=recoded,
                 )  # fmt: skip
                 await self._send(job.owner, news)
             elif isinstance(command, FailJob):

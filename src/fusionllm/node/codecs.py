@@ -1,13 +1,15 @@
 """The codecs of a stage's links: what values and gradients become on their way, and what both ends hold of them.
 
 A link is a pair of stages. Its forward codec is for activations, its backward codec for gradients; `ir.codec.fit_codec`
-says, from facts both ends have, what really travels. A message names its codec, so that dense may step in at any time.
+says, from facts both ends have, what really travels. Which codecs a step uses, its order says; a message names its own,
+one of the link's choice or dense, so that its receiver need not have read the order.
 What encoders and decoders carry from message to message is part of a checkpoint: ``END/KIND/STAGE/VALUE/CODEC/TENSOR``.
 Dense needs no framework but the stage's own; `compress`, and with it torch, is imported where a link really compresses.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -56,18 +58,21 @@ def link_spec(kind: str, link: m.LinkCodecs | None, shape: tuple[int, ...], dtyp
     return fit_codec(parse_codec(link.forward if kind == "activation" else link.backward), shape, dtype)
 
 
-def check_payload(header: m.TensorHeader, num_bytes: int, link: m.LinkCodecs | None) -> None:
+def check_payload(header: m.TensorHeader, num_bytes: int, choice: m.LinkChoice | None) -> None:
     """Refuse a payload whose codec or length is not what the link allows. Raises RemoteProtocolError."""
-    spec = link_spec(header.kind, link, header.shape, header.dtype)
     if header.codec == _DENSE:
         if num_bytes != dense_num_bytes(header.shape, header.dtype):
             raise RemoteProtocolError(f"{header.kind} {header.key!r} of {num_bytes} bytes, sent dense")
-    elif header.codec != str(spec):
-        raise RemoteProtocolError(f"{header.kind} {header.key!r} by codec {header.codec[:80]!r}; this link has {spec}")
-    else:
-        from fusionllm import compress
+        return
+    known = {"activation": choice.forward, "gradient": choice.backward}.get(header.kind, ()) if choice else ()
+    specs = {str(spec): spec for spec in (fit_codec(parse_codec(t), header.shape, header.dtype) for t in known)}
+    if header.codec not in specs:
+        raise RemoteProtocolError(
+            f"{header.kind} {header.key!r} by codec {header.codec[:80]!r}; this link has {', '.join(specs) or _DENSE}"
+        )
+    from fusionllm import compress
 
-        compress.check_num_bytes(num_bytes, spec, header.shape, header.dtype)
+    compress.check_num_bytes(num_bytes, specs[header.codec], header.shape, header.dtype)
 
 
 def can_compress() -> bool:
@@ -79,14 +84,18 @@ class StageCodecs:
     """Encoders and decoders of one stage, with their state; all for the thread that computes.
 
     Args:
-        links: other stage -> codecs of the link with it; a stage that is not named gets everything dense.
+        links: other stage -> codecs that the link with it may use; one that is not named has dense alone.
         backend: whose arrays go in and come out.
     """
 
-    def __init__(self, links: Mapping[int, m.LinkCodecs], backend: str = "torch") -> None:
+    def __init__(self, links: Mapping[int, m.LinkChoice], backend: str = "torch") -> None:
         self._links = links
+        # stages whose gradients may come by a codec that looks at the activation
+        self._referring = {k for k, c in links.items() if any(parse_codec(t).needs_reference for t in c.backward)}
         self._backend, self._is_torch = load_backend(backend), backend == "torch"
         self.guard = Guard()
+        #: Seconds spent encoding since somebody set it to zero.
+        self.encode_s = 0.0
         self._states: dict[Place, compress.CodecState] = {}
         # states of a checkpoint whose first message is still to come
         self._stored: dict[Place, Mapping[str, torch.Tensor]] = {}
@@ -96,25 +105,39 @@ class StageCodecs:
         # (seq, microbatch, value, other stage) -> the forward message as this end has it, for its gradient's codec
         self._references: dict[tuple[int, int, str, int], compress.Reference] = {}
 
+    def check(self, orders: Mapping[int, m.LinkCodecs]) -> None:
+        """Refuse an order of codecs that are not among the link's choice. Raises RemoteProtocolError."""
+        for stage, link in orders.items():
+            choice = self._links.get(stage, m.LinkChoice((), ()))
+            for codec, known in ((link.forward, choice.forward), (link.backward, choice.backward)):
+                if codec not in (*known, _DENSE):
+                    raise RemoteProtocolError(
+                        f"an order of codec {codec[:80]!r} on the link with stage {stage}, which has "
+                        f"{', '.join(known) or _DENSE}"
+                    )
+
     def encode(
         self, kind: m.TensorKind, stage: int, seq: int, microbatch_index: int, key: str, array: Array,
-        *, dense: bool = False,
+        link: m.LinkCodecs | None = None,
     ) -> tuple[str, list[Any]]:  # fmt: skip
-        """The codec's name and the payload of an array for ``stage``. ``dense``: whatever the link's codec is."""
-        link, shape, dtype = self._links.get(stage), tuple(array.shape), dtype_name(array)
-        dense = dense or self.guard.is_dense((kind, stage))
-        spec = IDENTITY if dense else link_spec(kind, link, shape, dtype)
+        """The codec's name and the payload of an array for ``stage``; ``link``: the step's codecs, None for dense."""
+        shape, dtype = tuple(array.shape), dtype_name(array)
+        spec = link_spec(kind, link, shape, dtype)
+        if self.guard.is_dense((kind, stage, str(spec))):
+            spec = IDENTITY
         payload: list[Any] = [self._backend.to_bytes(array)]
         place = (seq, microbatch_index, key, stage)
         reference = self._references.pop(place, None) if kind == "gradient" else None
-        wanted = kind == "activation" and self._wants_reference(link)
+        wanted = kind == "activation" and link is not None and parse_codec(link.backward).needs_reference
         if spec == IDENTITY and not wanted:
             return str(spec), payload
+        started_s = time.perf_counter()  # the array's bytes are here: a device has finished what made them
         tensor = array if self._is_torch else load_backend("torch").from_buffer(payload[0], dtype, shape)
         if spec != IDENTITY:
             spec, payload = self._compress(Place(kind, stage, key, str(spec)), spec, tensor, reference)
         if wanted:
             self._references[place] = self._reference(tensor, spec, payload)
+        self.encode_s += time.perf_counter() - started_s
         return str(spec), payload
 
     def _compress(
@@ -138,7 +161,7 @@ class StageCodecs:
         """Keep up with what the receiver remembers; on a sample compare what it will have with what we have."""
         from fusionllm import compress
 
-        shape, dtype, way = tuple(tensor.shape), dtype_name(tensor), (name.kind, name.stage)
+        shape, dtype, way = tuple(tensor.shape), dtype_name(tensor), (name.kind, name.stage, name.codec)
         memory = compress.remember(payload, spec, shape, dtype, self._sent_memories.get(name, {}))
         self._sent_memories[name] = memory
         if self.guard.wants(way):
@@ -147,17 +170,16 @@ class StageCodecs:
 
     def decode(self, source: int, header: m.TensorHeader, payload: bytearray) -> Array:
         """The array of a message that `check_payload` let in. Raises RemoteProtocolError."""
-        link = self._links.get(source)
         place = (header.seq, header.microbatch_index, header.key, source)
         reference = self._references.pop(place, None) if header.kind == "gradient" else None
         spec = IDENTITY
-        wanted = header.kind == "activation" and self._wants_reference(link)
+        wanted = header.kind == "activation" and source in self._referring
         if header.codec == _DENSE and not wanted:
             return self._backend.from_buffer(payload, header.dtype, header.shape)
         if header.codec == _DENSE:
             tensor = load_backend("torch").from_buffer(payload, header.dtype, header.shape)
         else:
-            spec = link_spec(header.kind, link, header.shape, header.dtype)
+            spec = parse_codec(header.codec)
             tensor = self._decompress(source, header, payload, spec, reference)
         if wanted:
             self._references[place] = self._reference(tensor, spec, [memoryview(payload)])
@@ -187,10 +209,10 @@ class StageCodecs:
             "/".join((end, *map(str, place), name)): tensor
             for end, places in ends.items() for place, tensors in places.items() for name, tensor in tensors.items()
         }  # fmt: skip
-        for (kind, stage), looks in self.guard.state().items():
+        for (kind, stage, codec), looks in self.guard.state().items():
             import torch
 
-            found[f"guard/{kind}/{stage}///looks"] = torch.tensor(looks, dtype=torch.float64)
+            found[f"guard/{kind}/{stage}//{codec}/looks"] = torch.tensor(looks, dtype=torch.float64)
         return found
 
     def load(self, key: str, dtype: str, shape: tuple[int, ...], payload: bytearray) -> None:
@@ -198,7 +220,7 @@ class StageCodecs:
         end, place, name = parse_state_key(key)
         tensor = load_backend("torch").from_buffer(payload, dtype, shape)
         if end == "guard":
-            self.guard.load((place.kind, place.stage), tensor.flatten().tolist())
+            self.guard.load((place.kind, place.stage, place.codec), tensor.flatten().tolist())
             return
         places = {"send": self._stored, "sent": self._sent_memories, "received": self._memories}[end]
         places[place] = {**places.get(place, {}), name: tensor}
@@ -206,9 +228,6 @@ class StageCodecs:
     def finish(self, seq: int) -> None:
         """A step is over: forget what its messages left."""
         self._references = {place: held for place, held in self._references.items() if place[0] > seq}
-
-    def _wants_reference(self, link: m.LinkCodecs | None) -> bool:
-        return link is not None and parse_codec(link.backward).needs_reference
 
     def _reference(self, tensor: torch.Tensor, spec: CodecSpec, payload: list[Any]) -> compress.Reference:
         from fusionllm import compress

@@ -1,8 +1,8 @@
 """Quality guard: what codecs do to the messages of a stage, looked at now and then, and a way back to dense.
 
 Pure but for a line of log. The sender of a message decodes it again on a sample and compares. When the error of a link
-has run away from what it was in the beginning, the link goes dense for the rest of the job: a message names its codec,
-so its receiver need not be asked. On no path; `node.codecs` feeds it.
+has run away from what it was in the beginning, that link sends dense instead of that codec for the rest of the job: a
+message names its codec, so its receiver need not be asked. On no path; `node.codecs` feeds it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ STRIKES = 3
 TIMES = 4.0
 LEAST = 0.05
 
-Way = tuple[str, int]
+Way = tuple[str, int, str]
 
 
 class Guard:
-    """One per stage and job. A way is (kind of message, other stage)."""
+    """One per stage and job. A way is (kind of message, other stage, codec)."""
 
     def __init__(self) -> None:
         self._seen: dict[Way, int] = {}
         self._first: dict[Way, list[float]] = {}
         self._strikes: dict[Way, int] = {}
         self._dense: set[Way] = set()
-        self.errors: dict[Way, float] = {}
+        #: Of the last message looked at, by kind and stage.
+        self.errors: dict[tuple[str, int], float] = {}
 
     def is_dense(self, way: Way) -> bool:
         """Whether the way was given up on."""
@@ -63,7 +64,8 @@ class Guard:
 
     def note(self, way: Way, nmse: float) -> None:
         """Take the error of a message: squared, over its square."""
-        self.errors[way] = nmse
+        kind, stage, codec = way
+        self.errors[kind, stage] = nmse
         first = self._first.setdefault(way, [])
         if len(first) < FIRST:
             first.append(nmse)
@@ -72,8 +74,7 @@ class Guard:
         self._strikes[way] = 0 if nmse <= limit else self._strikes.get(way, 0) + 1
         if self._strikes[way] >= STRIKES:
             self._dense.add(way)
-            kind, stage = way
             log.warning(
-                "%s to stage %d travels dense from now on: its error by codec is %.2g, it began with %.2g",
-                kind, stage, nmse, median(first),
+                "%s to stage %d travels dense instead of by %s from now on: its error is %.2g, it began with %.2g",
+                kind, stage, codec, nmse, median(first),
             )  # fmt: skip

@@ -12,6 +12,7 @@ import math
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -98,6 +99,7 @@ class StageWorker(threading.Thread):
         self._fetches: list[m.TensorHeader] = []
         self._optimizer: dict[str, Any] = {}
         self._done_seq = -1
+        self._compute_s = 0.0
         self._connected = self._ready = self._stopped = False
 
     # the thread
@@ -185,7 +187,9 @@ class StageWorker(threading.Thread):
     def _on_arrival(self, event: Arrival) -> None:
         header = event.header
         if header.kind == "step":
-            self._perform(self._machine.handle_order(m.decode_order(bytes(event.payload))))
+            order = m.decode_order(bytes(event.payload))
+            self._codecs.check(order.codecs)
+            self._perform(self._machine.handle_order(order))
             return
         if header.kind == "fetch":
             self._fetches.append(header)
@@ -234,7 +238,11 @@ class StageWorker(threading.Thread):
     def _perform(self, commands: list[s.Command]) -> None:
         todo = deque(commands)
         while todo:
-            if self._do(todo.popleft()):
+            command, started_s = todo.popleft(), time.perf_counter()
+            computed = self._do(command)
+            if isinstance(command, (s.Forward, s.SendActivations, s.Backward, s.SendGradients)):
+                self._compute_s += time.perf_counter() - started_s
+            if computed:
                 todo.extend(self._machine.handle_computed())
         self._answer_fetches()
 
@@ -247,7 +255,8 @@ class StageWorker(threading.Thread):
         if isinstance(command, s.SendGradients):
             for value, gradient in self._grads.pop((order.seq, command.microbatch_index)).items():
                 stage = self.assign.producers[value]
-                self._send(stage, "gradient", order.seq, command.microbatch_index, value, gradient, dense=order.dense)
+                link = order.codecs.get(stage)
+                self._send(stage, "gradient", order.seq, command.microbatch_index, value, gradient, link=link)
             return False
         if isinstance(command, s.SendTied):
             for name, gradient in self._stage.tied_gradients().items():
@@ -274,6 +283,7 @@ class StageWorker(threading.Thread):
     def _finish(self, order: m.StepOrder) -> None:
         self._done_seq = order.seq
         self._codecs.finish(order.seq)
+        self._compute_s = self._codecs.encode_s = 0.0
 
     def _backward(self, command: s.Backward) -> None:
         gradients: dict[str, Any] = {}
@@ -287,7 +297,8 @@ class StageWorker(threading.Thread):
         outs = self._outs.pop((order.seq, microbatch_index))
         for value, stages in self.assign.consumers.items():
             for stage in stages:
-                self._send(stage, "activation", order.seq, microbatch_index, value, outs[value], dense=order.dense)
+                link = order.codecs.get(stage)
+                self._send(stage, "activation", order.seq, microbatch_index, value, outs[value], link=link)
         for value in self.graph.outputs if not order.train else self.graph.outputs[:1]:
             self._send(s.OWNER, "output", order.seq, microbatch_index, value, outs[value])
 
@@ -312,6 +323,7 @@ class StageWorker(threading.Thread):
                 square_sum=0.0 if overflow else square_sum,
                 overflow=overflow,
                 peak_bytes=self._stage.peak_bytes(),
+                compute_s=max(0.0, self._compute_s - self._codecs.encode_s),
                 errors={f"{names[k]} {kind}": error for (kind, k), error in self._codecs.guard.errors.items()},
             )
         )
@@ -340,14 +352,14 @@ class StageWorker(threading.Thread):
         tensor: Any,
         priority: m.Priority = m.Priority.VALUE,
         *,
-        dense: bool = False,
+        link: m.LinkCodecs | None = None,
     ) -> None:
         peer = self.assign.owner if stage == s.OWNER else self.assign.stage_nodes[stage]
         if tensor is None:
             header = m.TensorHeader(kind, self.assign.job, seq, microbatch_index, key, "uint8", (0,))
             payload: list[Any] = []
         else:
-            codec, payload = self._codecs.encode(kind, stage, seq, microbatch_index, key, tensor, dense=dense)
+            codec, payload = self._codecs.encode(kind, stage, seq, microbatch_index, key, tensor, link)
             if priority in (m.Priority.TIED, m.Priority.STATE):  # what the stage goes on to change in place
                 payload = [bytes(part) for part in payload]
             shape = tuple(tensor.shape)

@@ -20,7 +20,7 @@ from fusionllm.ir.init import Init
 from fusionllm.ir.plan import Plan
 
 #: Version of the control plane. A node of another version is refused at join with both numbers.
-CONTROL_VERSION = 2
+CONTROL_VERSION = 3
 MAX_CONTROL_BYTES = 300 << 20
 #: What a machine that has not joined yet may send.
 MAX_JOIN_BYTES = 64 << 10
@@ -104,6 +104,7 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         links: ``slow`` for those between fences, ``all``.
         rule: instead of these codecs, one of `schedule.ratios`, with its ``ratio`` and ``floor``; an empty floor is
             that of a pretrained model.
+        rule_every: steps after which ``deadline`` is applied again to what was measured meanwhile; 0: never.
     """
 
     forward: str = "identity"
@@ -112,6 +113,7 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rule: str = ""
     ratio: float = 100.0
     floor: str = ""
+    rule_every: int = 0
 
 
 class LinkCodecs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -119,6 +121,21 @@ class LinkCodecs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     forward: str
     backward: str
+
+
+class LinkChoice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All codecs that messages of a link may name beside dense: the owner's orders say which one a step uses."""
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+
+
+class Recoded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A link, ``"a->b"``, shall use other codecs from the next step ordered on; ``why`` is empty for no news."""
+
+    link: str
+    codecs: LinkCodecs
+    why: str = ""
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,6 +232,7 @@ class StageDone(_Message, frozen=True, kw_only=True):
         overflow: the scaled gradients left the range of float16; the step is committed with an infinite norm.
         peak_bytes: memory the node has needed at most.
         links: peer -> the way to it as the job's own traffic shows it, where that can be told.
+        compute_s: seconds that the forwards and backwards of the step took, coding left out.
         errors: ``"peer kind"`` -> squared error, over the square, of the last message of that kind looked at.
     """
 
@@ -226,6 +244,7 @@ class StageDone(_Message, frozen=True, kw_only=True):
     overflow: bool = False
     peak_bytes: int = 0
     links: dict[str, LinkProfile] = {}
+    compute_s: float = 0.0
     errors: dict[str, float] = {}
 
 
@@ -283,7 +302,7 @@ class Assign(_Message, frozen=True, kw_only=True):
 
     Attributes:
         producers, consumers: value id -> the stage that makes it, the stages that want it.
-        codecs: other stage -> codecs of the link with it, where that is not dense.
+        codecs: other stage -> codecs that the link with it may use, where that is not always dense.
     """
 
     job: str
@@ -296,14 +315,14 @@ class Assign(_Message, frozen=True, kw_only=True):
     tied: dict[str, tuple[int, ...]]
     peers: dict[str, Peer]
     options: JobOptions
-    codecs: dict[int, LinkCodecs] = {}
+    codecs: dict[int, LinkChoice] = {}
 
 
 class Planned(_Message, frozen=True, kw_only=True):
     """The owner's share of a plan: who runs what, and which inputs and tensors each stage wants.
 
     Attributes:
-        codecs: links that do not send everything dense, ``"a->b"`` by node.
+        codecs: links that do not send everything dense at first, ``"a->b"`` by node.
         predicted_step_s: of a planned job, with what other ways would have taken; 0 where nothing was measured.
         found_fences: of nodes that joined without a fence, by the links that were measured.
     """
@@ -327,7 +346,7 @@ class Commit(_Message, frozen=True, kw_only=True):
     """All stages update now; with an infinite ``total_norm`` they leave the step out.
 
     To the owner only: ``link_bytes``, ``"a->b"`` -> bytes since the job began; ``link_errors``, ``"a->b kind"`` -> the
-    squared error of its codec; ``peak_bytes``, node -> memory it has needed at most.
+    squared error of its codec; ``peak_bytes``, node -> memory it has needed at most; ``recoded``, links that change.
     """
 
     job: str
@@ -336,6 +355,7 @@ class Commit(_Message, frozen=True, kw_only=True):
     link_bytes: dict[str, int] = {}
     link_errors: dict[str, float] = {}
     peak_bytes: dict[str, int] = {}
+    recoded: tuple[Recoded, ...] = ()
 
 
 class JobFailed(_Message, frozen=True, kw_only=True):
@@ -402,14 +422,14 @@ class StepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step: index of the training step from 0 (it seeds dropout and sets the learning rate).
         rows: rows of each microbatch; a last short batch has fewer or smaller ones.
         train: False for an evaluation step: forward only, nothing changes.
-        dense: every message of the step is sent dense, whatever the links' codecs are.
+        codecs: other stage -> codecs of the link with it in this step; a link left out sends dense.
     """
 
     seq: int
     step: int
     rows: tuple[int, ...]
     train: bool = True
-    dense: bool = False
+    codecs: dict[int, LinkCodecs] = {}
 
 
 class TensorOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -49,6 +49,8 @@ MAX_MOVES = 400
 #: Parts of the busiest stage's time tried as the deadline: where memory bounds what is in flight, a link that keeps
 #: just up is still waited for.
 DEADLINES = (1.0, 0.5, 0.25, 0.1)
+#: A link keeps its codec while the rule would choose it, or one on either side of it, at rates off by this part.
+BAND = 0.25
 
 
 class Coded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -283,6 +285,44 @@ def moved_codecs(
                 if _least((coded, other), ladder) is other:
                     coded, flat, moving = other, trial, True
     return coded
+
+
+def settle_codecs(
+    current: Sequence[tuple[CodecSpec, CodecSpec]],
+    workload: Workload,
+    cluster: Cluster,
+    placement: Placement,
+    *,
+    coding: Coding | None = None,
+    ladder: Sequence[CodecSpec] = LADDER,
+    slow_only: bool = False,
+) -> tuple[tuple[CodecSpec, CodecSpec], ...]:
+    """The rule ``deadline`` applied again, with hysteresis.
+
+    What it chooses at rates by `BAND` lower and by `BAND` higher are bounds: a link whose codec lies between both keeps
+    it, another one moves to the nearer. Raises PlanError.
+    """
+    bounds = [
+        best_coded(
+            [placement], "deadline", workload, _with_rates(cluster, factor), coding=coding, ladder=ladder,
+            slow_only=slow_only,
+        ).codecs
+        for factor in (1 / (1 + BAND), 1 + BAND)
+    ]  # fmt: skip
+
+    def settle(now: CodecSpec, a: CodecSpec, b: CodecSpec) -> CodecSpec:
+        low, high = sorted((a, b), key=ladder.index)
+        return max(low, min(now, high, key=ladder.index), key=ladder.index)
+
+    return tuple(
+        (settle(now[0], a[0], b[0]), settle(now[1], a[1], b[1])) for now, a, b in zip(current, *bounds, strict=True)
+    )
+
+
+def _with_rates(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with ``factor`` times the rate of every link between two nodes."""
+    rates = tuple(tuple(rate * factor for rate in row) for row in cluster.bandwidth_bytes_per_s)
+    return msgspec.structs.replace(cluster, bandwidth_bytes_per_s=rates)
 
 
 def backward_codec(spec: CodecSpec) -> CodecSpec:
