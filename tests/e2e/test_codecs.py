@@ -11,6 +11,7 @@ from benchmarks.coded import losses_in_one_process
 
 import fusionllm
 from fusionllm.api.config import RunConfig, build_config
+from fusionllm.api.trainer import Trainer
 from fusionllm.store.checkpoint import list_checkpoints, load_checkpoint
 from fusionllm.telemetry.events import Note, StepMetrics
 
@@ -97,6 +98,29 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path, fo
     assert again.losses == whole.losses[3:] and again.summary.val_coded_loss == whole.summary.val_coded_loss
     kept, remade = (load_checkpoint(r.run_dir / "checkpoints") for r in (whole, again))
     assert remade.manifest.files == kept.manifest.files
+
+
+def test_links_that_went_dense_for_the_models_sake_stay_so_after_a_resume(tmp_path, monkeypatch):
+    plain = Trainer.evaluate
+    monkeypatch.setattr(
+        Trainer, "evaluate", lambda self, step: msgspec.structs.replace(plain(self, step), loss=1.0 * step)
+    )
+    config = config_of(tmp_path, forward="int8", backward="int8", links="all", band=1e-9)
+    config = msgspec.structs.replace(
+        config,
+        run=msgspec.structs.replace(config.run, name="job"),
+        train=msgspec.structs.replace(config.train, steps=3, eval_every=1),
+    )
+    first = fusionllm.train(config=config)
+    assert [e.kind for e in first.history if isinstance(e, Note)] == ["quality"]
+    config = msgspec.structs.replace(
+        config,
+        run=msgspec.structs.replace(config.run, resume=True),
+        train=msgspec.structs.replace(config.train, steps=5, eval_every=0),
+    )
+    runs = first, fusionllm.train(config=config)
+    coded, dense = ([e.link_bytes["node0->node1"] for e in r.history if isinstance(e, StepMetrics)] for r in runs)
+    assert min(dense) > 2 * coded[0]
 
 
 def test_codecs_begin_anew_where_others_are_asked_for(tmp_path):

@@ -119,6 +119,7 @@ class Run:
         self._predicted_step_s = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._codecs_layout: Any = None
+        self._dense_from: int | None = None
 
     def _progress(self, event: Any) -> None:
         """Tell whoever listens. One that cannot hear any more, a closed pipe or a full disk, ends the run in order."""
@@ -158,6 +159,8 @@ class Run:
                     text = "the links or their codecs are others than in the checkpoint; codecs begin anew"
                     self._progress(Note(step=first_step, kind="codecs", text=text))
                     state.codecs = {}
+                if self._dense_from is not None:
+                    trainer.travel_dense(self._dense_from)
                 trainer.send_state(state, offers)
                 training = True
                 run_dir.write_config(dump_config(job.config))
@@ -211,7 +214,7 @@ class Run:
         self._history = (
             [e for e in read_events(run_dir.metrics) if e.step <= manifest.step] if run_dir.metrics.exists() else []
         )
-        self._codecs_layout = manifest.meta.extra.get("codecs")
+        self._codecs_layout, self._dense_from = manifest.meta.extra.get("codecs"), manifest.meta.dense_from
         optimizer, codecs = manifest.optimizer, manifest.codecs
         return State(
             weights, Reading(optimizer, checkpoint.read_optimizer), Reading(codecs, checkpoint.read_codec)
@@ -323,6 +326,7 @@ class Run:
                 f"validation loss {event.loss:.4f} is {event.loss - best:.4f} above its best; links go dense from here"
             )
             self._emit(Note(step=step, kind="quality", text=text), sinks)
+            self._dense_from = step
 
     def _checkpoint(self, job: Job, trainer: Trainer, run_dir: RunDir, step: int) -> State:
         lazy = job.config.model.lazy
@@ -340,6 +344,7 @@ class Run:
             data_step=step,
             data_fingerprint=job.dataset.fingerprint,
             aliases={alias: name for name, p in graph.params.items() for alias in p.aliases},
+            dense_from=self._dense_from,
             extra={"codecs": trainer.layout} if state.codecs else {},
         )
         path = save_checkpoint(

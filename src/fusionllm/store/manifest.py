@@ -32,6 +32,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         data_step: number of the step whose batch comes next, as given to ``Dataset.microbatches``.
         data_fingerprint: ``Dataset.fingerprint``.
         aliases: name of a tied parameter -> name it is stored under.
+        dense_from: step from which links travel dense, since the validation loss left its band; None: it did not.
         extra: JSON values of the caller's: optimizer step count, metrics, versions.
     """
 
@@ -40,6 +41,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data_step: int
     data_fingerprint: str = ""
     aliases: dict[str, str] = {}
+    dense_from: int | None = None
     extra: dict[str, Any] = {}
 
 
