@@ -123,6 +123,30 @@ def test_links_that_went_dense_for_the_models_sake_stay_so_after_a_resume(tmp_pa
     assert min(dense) > 2 * coded[0]
 
 
+def test_tied_gradients_by_a_codec_keep_the_copies_equal_and_their_loss_comes_later(tmp_path):
+    """Both holders add up what was sent; a resumed run has what was held back."""
+    config = config_of(tmp_path, tied="ef(powersgd:rank=2)")
+    tying = {**config.model.config, "tie_word_embeddings": True}
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, config=tying))
+    dense = msgspec.structs.replace(config, compression=msgspec.structs.replace(config.compression, tied="identity"))
+    config = msgspec.structs.replace(
+        config,
+        run=msgspec.structs.replace(config.run, name="whole"),
+        train=msgspec.structs.replace(config.train, checkpoint_every=3, keep_checkpoints=3),
+    )
+    whole, plain = fusionllm.train(config=config), fusionllm.train(config=dense)
+    assert whole.losses != plain.losses and max(abs(a - b) for a, b in zip(whole.losses, plain.losses)) < 0.05
+    assert bytes_between(whole) < 0.8 * bytes_between(plain)
+    cut = tmp_path / "cut"
+    shutil.copytree(whole.run_dir, cut)
+    shutil.rmtree(dict(list_checkpoints(cut / "checkpoints"))[5])
+    config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name="cut", resume=True))
+    again = fusionllm.train(config=config)
+    assert again.losses == whole.losses[3:]
+    kept, remade = (load_checkpoint(r.run_dir / "checkpoints").manifest for r in (whole, again))
+    assert remade.files == kept.files and any("/tied/" in key for key in kept.codecs)
+
+
 def test_codecs_begin_anew_where_others_are_asked_for(tmp_path):
     config = config_of(tmp_path, forward="klt", backward="klt", links="all")
     named = msgspec.structs.replace(config.run, name="job")

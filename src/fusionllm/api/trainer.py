@@ -102,9 +102,9 @@ class Trainer:
         """Where the model is cut and what the links' codecs are, by stage: what codecs' state belongs to."""
         boundaries, table = list(self._planned.plan.boundaries), self._config.compression
         if table.rule == "deadline" and table.rule_every:  # any link may use any codec of the ladder
-            return {"boundaries": boundaries, "floor": table.floor}
+            return {"boundaries": boundaries, "floor": table.floor, "tied": table.tied}
         links = {"->".join(map(str, self._ends(k))): [c.forward, c.backward] for k, c in self._planned.codecs.items()}
-        return {"boundaries": boundaries, "links": links}
+        return {"boundaries": boundaries, "links": links, "tied": table.tied}
 
     def _ends(self, link: str) -> tuple[int, int]:
         """Stages of a link ``"a->b"``."""
@@ -274,7 +274,7 @@ class Trainer:
 
     def _order(self, step: int, batches: list[dict[str, np.ndarray]], *, train: bool, coded: bool) -> _Step:
         rows = tuple(len(next(iter(batch.values()))) for batch in batches)
-        order = m.StepOrder(seq=self._seq, step=step, rows=rows, train=train)
+        order = m.StepOrder(seq=self._seq, step=step, rows=rows, train=train, tied=coded)
         self._seq += 1
         codecs: dict[int, dict[int, m.LinkCodecs]] = {k: {} for k in range(self._planned.plan.num_stages)}
         for link, used in self._codecs.items() if coded else ():

@@ -13,7 +13,7 @@ from fusionllm.errors import PlanError, known_names
 from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.flops import anchored_flops, graph_costs
 from fusionllm.estimate.memory import OPTIMIZER_COPIES
-from fusionllm.ir.codec import CodecSpec, CodecSpeed
+from fusionllm.ir.codec import CodecSpec, CodecSpeed, parse_codec
 from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan, StagePlan, tied_params
@@ -169,7 +169,7 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
     step = StepOptions(
         microbatch_size=options.microbatch_size, max_length=options.max_length,
         num_microbatches=options.num_microbatches, pipeline=base,
-        precision="float32", optimizer=_optimizer(options.optim),
+        precision="float32", optimizer=_optimizer(options.optim), tied=parse_codec(compression.tied),
     )  # fmt: skip
     workload, ladder = build_workload(graph, step, surveyed.rates), ladder_of(compression)
 

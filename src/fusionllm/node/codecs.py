@@ -44,7 +44,7 @@ class Place(NamedTuple):
 def parse_state_key(key: str) -> tuple[str, Place, str]:
     """(end, place, tensor) of a codec's tensor in a checkpoint. Raises RemoteProtocolError."""
     end, *parts = key.split("/")
-    known = end in _ENDS and len(parts) == 5 and parts[0] in ("activation", "gradient")
+    known = end in _ENDS and len(parts) == 5 and parts[0] in ("activation", "gradient", "tied")
     if not known or not parts[1].isdecimal() or len(parts[1]) > 6:
         raise RemoteProtocolError(f"{key[:80]!r} names no state of a codec")
     kind, stage, value, codec, tensor = parts
@@ -58,21 +58,26 @@ def link_spec(kind: str, link: m.LinkCodecs | None, shape: tuple[int, ...], dtyp
     return fit_codec(parse_codec(link.forward if kind == "activation" else link.backward), shape, dtype)
 
 
-def check_payload(header: m.TensorHeader, num_bytes: int, choice: m.LinkChoice | None) -> None:
+def check_payload(
+    header: m.TensorHeader, num_bytes: int, choice: m.LinkChoice | None, tied: str = _DENSE
+) -> None:  # fmt: skip
     """Refuse a payload whose codec or length is not what the link allows. Raises RemoteProtocolError."""
     if header.codec == _DENSE:
         if num_bytes != dense_num_bytes(header.shape, header.dtype):
             raise RemoteProtocolError(f"{header.kind} {header.key!r} of {num_bytes} bytes, sent dense")
         return
     known = {"activation": choice.forward, "gradient": choice.backward}.get(header.kind, ()) if choice else ()
-    specs = {str(spec): spec for spec in (fit_codec(parse_codec(t), header.shape, header.dtype) for t in known)}
+    shape = header.shape
+    if header.kind == "tied":  # one gradient of the step, as it is
+        known, shape = (tied,), header.shape[1:]
+    specs = {str(spec): spec for spec in (fit_codec(parse_codec(t), shape, header.dtype) for t in known)}
     if header.codec not in specs:
         raise RemoteProtocolError(
             f"{header.kind} {header.key!r} by codec {header.codec[:80]!r}; this link has {', '.join(specs) or _DENSE}"
         )
     from fusionllm import compress
 
-    compress.check_num_bytes(num_bytes, specs[header.codec], header.shape, header.dtype)
+    compress.check_num_bytes(num_bytes, specs[header.codec], shape, header.dtype)
 
 
 def can_compress() -> bool:
@@ -140,6 +145,29 @@ class StageCodecs:
         self.encode_s += time.perf_counter() - started_s
         return str(spec), payload
 
+    def encode_tied(self, key: str, gradient: Array, codec: str) -> tuple[str, list[Any], Array]:
+        """Codec, payload and what its receivers will have, of the gradient [1, *shape] of a parameter.
+
+        All holders add up the same numbers, so that the parameter stays the same everywhere: what was lost comes with
+        a later gradient, ours too.
+        """
+        shape, dtype = tuple(gradient.shape[1:]), dtype_name(gradient)
+        spec = fit_codec(parse_codec(codec), shape, dtype)
+        payload: list[Any] = [self._backend.to_bytes(gradient)]
+        if spec == IDENTITY:
+            return _DENSE, payload, gradient
+        tensor = load_backend("torch").from_buffer(payload[0], dtype, shape)
+        spec, payload = self._compress(Place("tied", 0, key, str(spec)), spec, tensor, None)
+        if spec == IDENTITY:
+            return _DENSE, payload, gradient
+        return str(spec), payload, self._decode_tied(bytearray().join(payload), spec, shape, dtype)
+
+    def _decode_tied(self, payload: bytearray, spec: CodecSpec, shape: tuple[int, ...], dtype: str) -> Array:
+        from fusionllm import compress
+
+        tensor = compress.decode(payload, spec, shape, dtype)[None]
+        return self._backend.from_buffer(load_backend("torch").to_bytes(tensor), dtype, (1, *shape))
+
     def _compress(
         self, name: Place, spec: CodecSpec, tensor: torch.Tensor, reference: compress.Reference | None
     ) -> tuple[CodecSpec, list[Any]]:  # fmt: skip
@@ -151,7 +179,7 @@ class StageCodecs:
             state = state.load_state_dict(self._stored.pop(name))
         state = replace(state, shape=shape)
         spec, payload, self._states[name] = compress.encode_or_dense(tensor, state, reference=reference)
-        if spec != IDENTITY:
+        if spec != IDENTITY and name.kind != "tied":  # the error of a gradient with what came before is none
             self._look_at(name, tensor, spec, payload, reference or compress.Reference())
         return spec, list(payload)
 
@@ -170,6 +198,8 @@ class StageCodecs:
 
     def decode(self, source: int, header: m.TensorHeader, payload: bytearray) -> Array:
         """The array of a message that `check_payload` let in. Raises RemoteProtocolError."""
+        if header.kind == "tied" and header.codec != _DENSE:
+            return self._decode_tied(payload, parse_codec(header.codec), header.shape[1:], header.dtype)
         place = (header.seq, header.microbatch_index, header.key, source)
         reference = self._references.pop(place, None) if header.kind == "gradient" else None
         spec = IDENTITY

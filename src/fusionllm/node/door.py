@@ -48,17 +48,18 @@ class Door:
                 f"{header.kind} {header.key!r} is {header.dtype}{list(header.shape)}, "
                 f"expected {spec} with sizes up to {limits}"
             )
-        check_payload(header, num_bytes, self._assign.codecs.get(source))
+        check_payload(header, num_bytes, self._assign.codecs.get(source), options.compression.tied)
 
     def _admit_state(self, source: int, key: str, num_bytes: int) -> None:
         """A codec holds no more per tensor than a square of the value's width, or the value, in 8 bytes."""
         end, place, _ = parse_state_key(key)
-        spec, limit = self._specs.get(place.value), 64
+        tied = place.kind == "tied" and place.value in self._assign.tied
+        spec, limit = self._graph.params[place.value].spec if tied else self._specs.get(place.value), 64
         if spec is not None:
             options = self._assign.options
             shape = spec.concrete(self._graph.sizes(options.microbatch_size, options.max_length))
             limit = 8 * max(math.prod(shape), (shape or (1,))[-1] ** 2, 1)
-        known = place.stage in self._assign.codecs and (spec is not None or end == "guard")
+        known = tied or (place.stage in self._assign.codecs and (spec is not None or end == "guard"))
         if source != OWNER or not known or num_bytes > limit:
             raise RemoteProtocolError(f"{num_bytes} bytes of codec state {key[:80]!r} from {source}")
 

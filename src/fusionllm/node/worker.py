@@ -22,6 +22,7 @@ import msgspec
 from fusionllm.compute import ComputeOptions, OptimConfig, load_backend
 from fusionllm.compute.stage import Stage, dtype_name
 from fusionllm.errors import FusionError, RemoteProtocolError
+from fusionllm.ir.codec import IDENTITY
 from fusionllm.ir.cuts import trained_ids
 from fusionllm.ir.graph import OpGraph, decode_graph
 from fusionllm.ir.program import StageProgram
@@ -96,6 +97,7 @@ class StageWorker(threading.Thread):
         self._tensors: dict[s.Slot, Any] = {}
         self._outs: dict[tuple[int, int], dict[str, Any]] = {}
         self._grads: dict[tuple[int, int], dict[str, Any]] = {}
+        self._own_tied: dict[str, Any] = {}
         self._fetches: list[m.TensorHeader] = []
         self._optimizer: dict[str, Any] = {}
         self._done_seq = -1
@@ -260,9 +262,7 @@ class StageWorker(threading.Thread):
             return False
         if isinstance(command, s.SendTied):
             for name, gradient in self._stage.tied_gradients().items():
-                for stage in self.assign.tied[name]:
-                    if stage != self.assign.stage_index:
-                        self._send(stage, "tied", order.seq, -1, name, gradient, m.Priority.TIED)
+                self._send_tied(order, name, gradient)
             return False
         if isinstance(command, s.Forward):
             values = {slot.key: self._tensors.pop(slot) for slot in command.slots}
@@ -302,8 +302,18 @@ class StageWorker(threading.Thread):
         for value in self.graph.outputs if not order.train else self.graph.outputs[:1]:
             self._send(s.OWNER, "output", order.seq, microbatch_index, value, outs[value])
 
+    def _send_tied(self, order: m.StepOrder, name: str, gradient: Any) -> None:
+        tied = self.assign.options.compression.tied if order.tied else str(IDENTITY)
+        codec, payload, self._own_tied[name] = self._codecs.encode_tied(name, gradient, tied)
+        parts = [bytes(part) for part in payload]  # the stage goes on to change the gradient in place
+        shape = tuple(gradient.shape)
+        header = m.TensorHeader("tied", self.assign.job, order.seq, -1, name, dtype_name(gradient), shape, codec)
+        for stage in self.assign.tied[name]:
+            if stage != self.assign.stage_index:
+                self._post(self.assign.stage_nodes[stage], header, parts, m.Priority.TIED)
+
     def _report_done(self, command: s.ReportDone) -> None:
-        own = self._stage.tied_gradients()
+        own, self._own_tied = self._own_tied, {}
         gathered = {(slot.key, slot.source): self._tensors.pop(slot) for slot in command.slots}
         gathered.update({(name, self.assign.stage_index): gradient for name, gradient in own.items()})
         self._stage.reduce_tied(
@@ -360,17 +370,20 @@ class StageWorker(threading.Thread):
             payload: list[Any] = []
         else:
             codec, payload = self._codecs.encode(kind, stage, seq, microbatch_index, key, tensor, link)
-            if priority in (m.Priority.TIED, m.Priority.STATE):  # what the stage goes on to change in place
+            if priority == m.Priority.STATE:  # what the stage goes on to change in place
                 payload = [bytes(part) for part in payload]
             shape = tuple(tensor.shape)
             header = m.TensorHeader(kind, self.assign.job, seq, microbatch_index, key, dtype_name(tensor), shape, codec)
+        self._post(peer, header, payload, priority)
+
+    def _post(self, peer: str, header: m.TensorHeader, payload: list[Any], priority: m.Priority) -> None:
         future = asyncio.run_coroutine_threadsafe(
             self._endpoint.send(peer, m.encode_message(header), payload, priority), self._loop
         )
         if priority == m.Priority.STATE:
             future.result(timeout=600.0)
         else:
-            future.add_done_callback(lambda f: self._on_sent(f, kind, peer))
+            future.add_done_callback(lambda f: self._on_sent(f, header.kind, peer))
 
     def _on_sent(self, future: Any, kind: str, peer: str) -> None:
         if not future.cancelled() and (error := future.exception()) is not None and not self._stopped:

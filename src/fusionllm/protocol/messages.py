@@ -102,6 +102,7 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         forward: of activations. backward: of their gradients.
         links: ``slow`` for those between fences, ``all``.
+        tied: of gradients that stages which share a parameter exchange, ``ef(...)`` with a state per parameter.
         rule: instead of these codecs, one of `schedule.ratios`, with its ``ratio`` and ``floor``; an empty floor is
             that of a pretrained model.
         rule_every: steps after which ``deadline`` is applied again to what was measured meanwhile; 0: never.
@@ -110,6 +111,7 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     forward: str = "identity"
     backward: str = "identity"
     links: Literal["slow", "all"] = "slow"
+    tied: str = "identity"
     rule: str = ""
     ratio: float = 100.0
     floor: str = ""
@@ -423,6 +425,7 @@ class StepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rows: rows of each microbatch; a last short batch has fewer or smaller ones.
         train: False for an evaluation step: forward only, nothing changes.
         codecs: other stage -> codecs of the link with it in this step; a link left out sends dense.
+        tied: whether gradients of tied parameters go by the job's codec for them.
     """
 
     seq: int
@@ -430,6 +433,7 @@ class StepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[int, ...]
     train: bool = True
     codecs: dict[int, LinkCodecs] = {}
+    tied: bool = False
 
 
 class TensorOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.library import known_rates
 from fusionllm.estimate.memory import memory_of
 from fusionllm.estimate.work import graph_work
+from fusionllm.ir.codec import IDENTITY, CodecSpec, expected_num_bytes, fit_codec
 from fusionllm.ir.cuts import Cut, anchored_ids, anchored_ops, list_cuts
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.tensor import TensorSpec
@@ -21,7 +22,10 @@ from fusionllm.schedule.placement import Feed, Tied, Workload
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step is: rows of a microbatch (and length, where open), microbatches, schedule, precision, optimizer."""
+    """What a step is: rows of a microbatch (and length, where open), microbatches, schedule, precision, optimizer.
+
+    ``tied``: codec of the gradients of tied parameters.
+    """
 
     microbatch_size: int = 1
     max_length: int = 0
@@ -29,6 +33,7 @@ class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pipeline: str = "1f1b-ahead"
     precision: str = "bfloat16"
     optimizer: str = "adamw"
+    tied: CodecSpec = IDENTITY
 
 
 def build_workload(graph: OpGraph, options: StepOptions, measured: Mapping[str, DeviceRates] | None = None) -> Workload:
@@ -48,7 +53,7 @@ def build_workload(graph: OpGraph, options: StepOptions, measured: Mapping[str, 
         for name in work.params:
             users.setdefault(name, []).append(index)
     tied = tuple(
-        Tied(ops=(ops[0], ops[-1]), num_bytes=float(graph.params[name].spec.num_bytes(symbols)))
+        Tied(ops=(ops[0], ops[-1]), num_bytes=_coded_num_bytes(options.tied, graph.params[name].spec))
         for name, ops in users.items()
         if len(ops) > 1 and graph.params[name].trainable
     )
@@ -67,6 +72,11 @@ def build_workload(graph: OpGraph, options: StepOptions, measured: Mapping[str, 
         feeds=_feeds(graph, symbols),
         widths=tuple(_row_width(specs, cut, symbols) for cut in cuts),
     )
+
+
+def _coded_num_bytes(codec: CodecSpec, spec: TensorSpec) -> float:
+    shape = spec.concrete({})
+    return float(expected_num_bytes(fit_codec(codec, shape, spec.dtype), shape, spec.dtype))
 
 
 def _feeds(graph: OpGraph, symbols: dict[str, int]) -> tuple[Feed, ...]:
