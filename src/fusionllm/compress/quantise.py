@@ -1,6 +1,6 @@
 """Block quantisers: ``int8``, ``int4`` and ``fp8``, one bfloat16 scale per block or per row.
 
-Also the scalar quantisers (8, 4, 2 or 1 bit) that the rotation and sparse codecs build on. Wire: scales, then
+Also the scalar quantisers (8, 6, 4, 2 or 1 bit) that the rotation and sparse codecs build on. Wire: scales, then
 codes, packed little end first. A scale is rounded up, so a value never clips and the error of an element is
 at most half a step: ``max|block| / 127 / 2`` for int8, ``/ 7 / 2`` for int4, 1/16 of the element for fp8.
 """
@@ -29,11 +29,11 @@ from fusionllm.errors import RemoteProtocolError
 from fusionllm.ir.codec import CodecSpec
 from fusionllm.ir.codec_formats import SCALE_NUM_BYTES, ceil_div, rows_and_width
 
-_LEVELS = {8: 127, 4: 7}
+_LEVELS = {8: 127, 6: 31, 4: 7}
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
 #: Clip points in rms units that minimise the squared error of a rotated, near-normal row.
-_CLIP_RMS = {4: 2.8}
+_CLIP_RMS = {6: 3.5, 4: 2.8}
 
 
 def as_blocks(x: Tensor, block: int) -> Tensor:
@@ -65,7 +65,7 @@ def _divisor(scale: Tensor) -> Tensor:
 def quantise(rows: Tensor, bits: int, *, clip: bool = False) -> tuple[Tensor, Tensor]:
     """float32 [blocks, block] -> (bfloat16 scales [blocks], uint8 codes [blocks, block]).
 
-    8 and 4 bits: uniform and symmetric, zero kept; 2 bits: four mid-rise levels one rms apart; 1 bit: the
+    8, 6 and 4 bits: uniform and symmetric, zero kept; 2 bits: four mid-rise levels one rms apart; 1 bit: the
     sign. ``clip`` trades the tail of a near-normal row for a finer step. A NaN or infinity shows in the
     scales.
     """
@@ -76,7 +76,7 @@ def quantise(rows: Tensor, bits: int, *, clip: bool = False) -> tuple[Tensor, Te
         scale = ceil_bfloat16(top / levels)
         codes = (rows / _divisor(scale)).round_()
         codes = (codes.clamp_(-levels, levels) if clip else codes).to(torch.int8)
-        return scale, codes.view(torch.uint8) if bits == 8 else (codes + 8).view(torch.uint8)
+        return scale, codes.view(torch.uint8) if bits == 8 else (codes + (levels + 1)).view(torch.uint8)
     if bits == 2:
         scale = row_rms(rows, peak).to(torch.bfloat16)
         return scale, (rows / _divisor(scale)).floor_().clamp_(-2, 1).add_(2).to(torch.uint8)
@@ -88,8 +88,8 @@ def dequantise(scale: Tensor, codes: Tensor, bits: int) -> Tensor:
     """The inverse of ``quantise``: float32 [blocks, block]."""
     if bits == 8:
         values = codes.view(torch.int8).float()
-    elif bits == 4:
-        values = codes.float().sub_(8)
+    elif bits in _LEVELS:
+        values = codes.float().sub_(_LEVELS[bits] + 1)
     elif bits == 2:
         values = codes.float().sub_(1.5)
     else:
@@ -102,11 +102,15 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     flat = codes.reshape(-1)
     if bits == 8:
         return flat
-    per_byte = 8 // bits
-    missing = -flat.numel() % per_byte
-    lanes = (functional.pad(flat, (0, missing)) if missing else flat).view(-1, per_byte)
+    per_group = 8 // math.gcd(8, bits)
+    missing = -flat.numel() % per_group
+    lanes = (functional.pad(flat, (0, missing)) if missing else flat).view(-1, per_group)
+    if bits == 6:  # four codes in three bytes
+        a, b, c, d = lanes.unbind(1)
+        packed = torch.stack((a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2), 1).view(-1)
+        return packed[: ceil_div(flat.numel() * bits, 8)]
     packed = lanes[:, 0].clone()
-    for lane in range(1, per_byte):
+    for lane in range(1, per_group):
         packed |= lanes[:, lane] << (lane * bits)
     return packed
 
@@ -115,7 +119,11 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of ``pack_codes``: uint8 [count]."""
     if bits == 8:
         return packed
-    lanes = [(packed >> (lane * bits)) & ((1 << bits) - 1) for lane in range(8 // bits)]
+    if bits == 6:
+        a, b, c = functional.pad(packed, (0, -packed.numel() % 3)).view(-1, 3).unbind(1)
+        lanes = [a & 63, a >> 6 | (b & 15) << 2, b >> 4 | (c & 3) << 4, c >> 2]
+    else:
+        lanes = [(packed >> (lane * bits)) & ((1 << bits) - 1) for lane in range(8 // bits)]
     return torch.stack(lanes, 1).reshape(-1)[:count]
 
 

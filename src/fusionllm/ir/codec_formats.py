@@ -264,7 +264,7 @@ _RATIO = Parameter(10.0, 1, 1e9)
 _SCOPE = Parameter("tensor", choices=("tensor", "row"))
 _VALUES = Parameter("int8", choices=tuple(VALUE_BITS))
 _BLOCK = Parameter(0, 0, 1 << 20)
-_BITS = Parameter(4, choices=(1, 2, 4, 8))
+_BITS = Parameter(4, choices=(1, 2, 4, 6, 8))
 
 #: name -> format. A wire id, once given, is never given again.
 FORMATS: dict[str, Format] = {
