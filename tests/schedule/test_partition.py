@@ -16,7 +16,7 @@ from fusionllm.schedule.partition import PARTITIONERS, equal_compute, equal_numb
 
 @st.composite
 def chains(draw, max_ops: int = 30):
-    costs = draw(st.lists(st.floats(0, 1e15) | st.just(0.0), min_size=1, max_size=max_ops))
+    costs = draw(st.lists(st.floats(1e-9, 1e15) | st.just(0.0), min_size=1, max_size=max_ops))
     sizes = st.integers(0, 3)
     cuts = [Cut(i, ("v",) * draw(sizes), draw(sizes) * 1000) for i in range(1, len(costs)) if draw(st.integers(0, 4))]
     return cuts, costs
