@@ -87,7 +87,7 @@ def test_emulated_links_are_measured_anew_for_every_job():
     asyncio.run(run())
 
 
-def test_of_many_nodes_a_few_of_each_fence_are_probed_and_the_rest_inferred(monkeypatch):
+def test_of_many_nodes_a_few_of_each_fence_are_probed_and_the_rest_inferred(caplog):
     async def run() -> None:
         nodes, here = Nodes(), members(room.MAX_PROBED + 4, fences=3)
         await nodes.survey.measure(here, no_shape)
@@ -95,8 +95,12 @@ def test_of_many_nodes_a_few_of_each_fence_are_probed_and_the_rest_inferred(monk
         link = nodes.survey.link(here[-1], here[-2], here)
         assert link.inferred and link.bandwidth_bytes_per_s == 1e6
         assert not nodes.survey.link(here[0], here[1], here).inferred
+        nodes.survey.view(here)
 
-    asyncio.run(run())
+    with caplog.at_level("INFO", logger=room.__name__):
+        asyncio.run(run())
+    told = [record.getMessage() for record in caplog.records if "not measured" in record.getMessage()]
+    assert told == [f"{36 * 35 - 6 * 5} of {36 * 35} ways are not measured but taken from others between their fences"]
 
 
 def test_a_node_that_says_nothing_is_named_and_one_that_leaves_is_not_waited_for(monkeypatch):

@@ -72,6 +72,17 @@ def test_the_order_and_names_of_nodes_change_nothing(instance, rng):
     )
 
 
+@settings(deadline=None, max_examples=8)
+@given(instances(10, 12), st.randoms(use_true_random=False))
+def test_names_change_nothing_where_the_plan_is_found_by_search(instance, rng):
+    workload, cluster = instance
+    names = [node.name for node in cluster.nodes]
+    rng.shuffle(names)
+    nodes = tuple(msgspec.structs.replace(node, name=name) for node, name in zip(cluster.nodes, names))
+    renamed = msgspec.structs.replace(cluster, nodes=nodes)
+    assert plan_placement(workload, renamed) == plan_placement(workload, cluster)
+
+
 def test_a_shared_uplink_carries_one_message_after_another():
     cluster = make_cluster([1, 1, 1], 1.0, latency_s=0.0)
     shared = msgspec.structs.replace(

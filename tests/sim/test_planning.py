@@ -24,7 +24,7 @@ from fusionllm.ir.text import graph_to_text
 from fusionllm.schedule.placement import Placement, replay_placement
 from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.cluster import build_cluster, build_spec, load_cluster, node_names
-from fusionllm.sim.study import Study, study
+from fusionllm.sim.study import Study, best_plan, study
 from fusionllm.sim.variants import with_copies
 from fusionllm.sim.what_if import change
 
@@ -184,6 +184,31 @@ def test_what_does_not_fit_says_what_would():
     workload = build_workload(deep(), StepOptions(microbatch_size=4, num_microbatches=4))
     with pytest.raises(PlanError, match=r"stage \d needs .* MiB on a\d.* smallest change found: .* or \d more node"):
         study(workload, build_cluster(spec))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({"node": [{"fence": "lab", "device": "T4", "refuses": ["aten.linear*"], "count": 2}]}, {},
+            "a0?.*refuses aten.linear.default.* Smallest change found: a node that runs aten.linear.default$"),
+        ({"fence": [{"name": "lab"}, {"name": "home"}, {"name": "far"}], "link": [],
+          "node": [{"fence": "lab", "device": "T4", "refuses": ["aten.mean*"]},
+                   {"fence": "home", "device": "T4", "refuses": ["aten.linear*"]}, {"fence": "far", "device": "T4"}],
+          "pin": [{"stage": "first", "to": "lab"}]}, {}, "Smallest change found: nodes that refuse less$"),
+        ({"link": [], "pin": [{"stage": "first", "to": "lab"}, {"stage": "last", "to": "pc"}],
+          "fence": [{"name": "lab"}, {"name": "home"}]}, {}, "Smallest change found: no pinned stage$"),
+        ({"node": [{"fence": "home", "device": "T4"}]}, {"pipeline": "1f1b-interleaved"},
+            "Smallest change found: the schedule 1f1b$"),
+        ({"fence": [{"name": "lab"}, {"name": "home"}], "link": [],
+          "node": [{"fence": f, "flops_per_s": 1e12, "memory": "20 MB"} for f in ("lab", "home")]}, {},
+            r"Nearest plan: stage 0 needs 32.0 MiB on .*; smallest change found: .* or a link between home and lab$"),
+    ],
+)  # fmt: skip
+def test_what_binds_besides_memory_is_named(changes, options, words):
+    cluster = build_cluster(build_spec({**BASE, **changes}))
+    workload = build_workload(deep(), StepOptions(microbatch_size=4, num_microbatches=4, **options))
+    with pytest.raises(PlanError, match=words):
+        best_plan(workload, cluster)
 
 
 @pytest.mark.parametrize("form", ["text", "json", "folder"])

@@ -109,6 +109,12 @@ class Survey:
                 )
             )  # fmt: skip
         links = [[self.link(a, b, nodes) if a != b else NO_WAY for b in nodes] for a in nodes]
+        if inferred := sum(link.inferred for row in links for link in row):
+            log.info(
+                "%d of %d ways are not measured but taken from others between their fences",
+                inferred,
+                len(nodes) * (len(nodes) - 1),
+            )
         cluster = Cluster(
             nodes=tuple(models),
             bandwidth_bytes_per_s=tuple(tuple(link.bandwidth_bytes_per_s for link in row) for row in links),

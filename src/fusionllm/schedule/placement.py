@@ -37,6 +37,7 @@ from fusionllm.schedule.nouns import (
 from fusionllm.schedule.partition import equal_compute, equal_number, proportional
 from fusionllm.schedule.pipeline import build_programs, pipeline_name, stages_per_node
 from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
+from fusionllm.units import format_num_bytes
 
 __all__ = [
     "BACKWARD_OVER_FORWARD", "BASELINES", "Cluster", "Feed", "NodeModel", "Owner", "Pin", "Placement", "Share", "Tied",
@@ -311,6 +312,6 @@ def check_memory(workload: Workload, cluster: Cluster, placement: Placement, pro
     if lacks:
         k = max(lacks)[1]
         raise PlanError(
-            f"stage {k} needs {needs[k] / 2**30:.1f} GiB but node {cluster.nodes[placement.nodes[k]].name} has "
-            f"{limits[k] / 2**30:.1f} GiB; use more stages, smaller microbatches or recompute"
+            f"stage {k} needs {format_num_bytes(needs[k])} but node {cluster.nodes[placement.nodes[k]].name} has "
+            f"{format_num_bytes(limits[k])}; use more stages, smaller microbatches or recompute"
         )
