@@ -239,19 +239,38 @@ def _number(value: float | None) -> str:
 
 def _line(model: str, cluster: str, one: dict[str, Any]) -> str:
     rows = [" / ".join(_number(s) for s in one["step_s"][method].values()) for method in (*BASELINES, OURS)]
-    return f"| {model} | {cluster} | {' | '.join(rows)} |"
+    return f"| {model}, {cluster} | {' | '.join(rows)} |"
+
+
+def _comparison(model: str, cluster: str, one: dict[str, Any]) -> str:
+    """A row of the second table of docs/planning.md."""
+    untied, site, device = one["speedup_paper_method_untied"], one["single_site"], one["single_device"]
+    cells = [
+        f"{_ratio(one['speedup_paper_method'])}{'' if untied is None else f' ({untied:.2f} untied)'}",
+        _ratio(one["speedup_ours"]),
+        _number(one["bf16_plan_s"]),
+        *(_number(best["step_s"]) + f" ({best['name']})" * (best["step_s"] is not None) for best in (site, device)),
+        _ratio(one["speedup_ours_over_bf16_plan"]),
+        _ratio(one["speedup_ours_over_single_site"]),
+        f"{one['stages']} in {', '.join(one['sites'])}",
+        one["winner"],
+    ]
+    return f"| {model}, {cluster} | {' | '.join(cells)} |"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [
-        "| model | cluster | paper's method | ours | ours over our bfloat16 plan | over the best single site | wins |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for model, by_cluster in result["models"].items():
-        for cluster, one in by_cluster.items():
-            numbers = (
-                "speedup_paper_method", "speedup_ours", "speedup_ours_over_bf16_plan", "speedup_ours_over_single_site"
-            )  # fmt: skip
-            cells = " | ".join("-" if one[key] is None else f"{one[key]:.2f}" for key in numbers)
-            lines.append(f"| {model} | {cluster} | {cells} | {one['winner']} |")
-    return "\n".join(lines)
+    """Both tables of docs/planning.md."""
+    every = [(model, cluster, one) for model, found in result["models"].items() for cluster, one in found.items()]
+    titles = (
+        "paper's method", "ours over the same baselines", "our plan, bfloat16: s", "best single site: s",
+        "best single device: s", "ours over our bfloat16 plan", "over the best site", "ours uses", "wins",
+    )  # fmt: skip
+    steps = [f"| | {' | '.join((*BASELINES, OURS))} |", "|---|" + "---|" * (len(BASELINES) + 1)]
+    steps += [_line(*row) for row in every]
+    return "\n".join(
+        [*steps, "", f"| | {' | '.join(titles)} |", "|---|" + "---|" * len(titles), *(_comparison(*r) for r in every)]
+    )
