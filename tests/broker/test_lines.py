@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from tests.kits.backend_kit import Regression, example
+from tests.schedule.test_planner import make_workload
 
 from fusionllm.api.config import build_config
 from fusionllm.api.run import describe_plan
@@ -16,6 +17,7 @@ from fusionllm.estimate.device import DeviceRates
 from fusionllm.protocol.membership import Member
 from fusionllm.protocol.messages import FenceLine, JobOptions
 from fusionllm.schedule.placement import Cluster, NodeModel, find_fences
+from fusionllm.schedule.planner import place_exhaustive
 
 
 def options(*lines: FenceLine) -> JobOptions:
@@ -41,6 +43,25 @@ def test_a_declared_uplink_keeps_the_plan_from_crossing_it():
 
     assert used() == used(FenceLine("elsewhere", 1e-3, 1e-3)) == used(FenceLine("a", 1e9, 1e9)) == 2
     assert used(FenceLine("a", 1e-3, 1e9)) == used(FenceLine("b", 1e9, 1e-3)) == 1
+
+
+def test_every_placement_is_tried_where_that_is_asked_and_can_be():
+    nodes = [Member(f"n{i}", "node", "a", "torch", 1, "127.0.0.1", 2 + i) for i in range(3)]
+    graph, owner = capture_module(Regression(), example()).graph, Member("owner", "owner", "", "", 1, "127.0.0.1", 1)
+    cluster = Cluster(
+        nodes=tuple(NodeModel(name=n.name, flops_per_s=1e3, site="a", device=n.name) for n in nodes),
+        bandwidth_bytes_per_s=((1e4,) * 3,) * 3,
+        latency_s=((0.001,) * 3,) * 3,
+    )
+    rates = [DeviceRates(matmul=s, attention=s, convolution=s, bytes_per_s=s) for s in (1e3, 2e3, 4e3)]
+    surveyed = Surveyed(cluster, {n.name: r for n, r in zip(nodes, rates)})
+    wish = msgspec.structs.replace(options(), partition="exhaustive", num_stages=1)
+    planned = plan_job("job1", graph, wish, nodes, owner, surveyed).owner
+    assert planned.others["exhaustive"] == planned.predicted_step_s
+    assert planned.others["exhaustive"] <= min(planned.others.values()) * (1 + 1e-9)
+    many = msgspec.structs.replace(cluster, nodes=cluster.nodes * 4)
+    with pytest.raises(PlanError, match=r"exhaustive would replay \d+ placements of 30 cuts on 12 nodes.*use dp"):
+        place_exhaustive(make_workload([1.0] * 31, [1] * 30), many)
 
 
 def test_fences_of_nodes_without_one_are_found_by_their_links_and_told():

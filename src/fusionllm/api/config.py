@@ -23,7 +23,7 @@ from fusionllm.compute.options import Precision
 from fusionllm.errors import UserError, known_names
 from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLine, FenceLink, LinkShape, parse_ticket
-from fusionllm.schedule.partition import PARTITIONERS
+from fusionllm.schedule.partition import PARTITIONERS, SURVEYED
 from fusionllm.schedule.pipeline import find_pipeline
 from fusionllm.schedule.ratios import check_rule
 from fusionllm.store.dataset import DataConfig
@@ -136,7 +136,7 @@ class ClusterTable(_Table, frozen=True, kw_only=True):
         broker: a join ticket; empty: a broker and ``nodes`` node processes on this machine.
         nodes: one stage each; with ``dp`` that many at least are waited for.
         partition: ``equal-compute``, ``equal-number``, the paper's ``op-fence``, or ``dp``: devices and links are
-            measured, and the best of all idle nodes get the stages that suit them.
+            measured, and the best of all idle nodes get the stages that suit them; ``exhaustive``: of a few nodes.
         fences: sizes of the groups of local nodes, e.g. ``[2, 2]``; empty: one fence.
         slow_link: what stands between the fences (emulated).
         site: declared lines of fences, one message after another in each; counted where links are measured.
@@ -346,7 +346,7 @@ def _check_values(config: RunConfig) -> None:
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     for name, word, known in (
-        ("cluster.partition", cluster.partition, (*PARTITIONERS, "op-fence", "dp")),
+        ("cluster.partition", cluster.partition, (*PARTITIONERS, *SURVEYED)),
         ("train.precision", train.precision, get_args(Precision)),
         ("train.tied", train.tied, ("step", "microbatch")),
         *(("output.sinks", sink, tuple(SINKS)) for sink in config.output.sinks),
@@ -378,7 +378,7 @@ def _check_values(config: RunConfig) -> None:
             raise UserError(f"cluster.site[{index}].name is {name!r}; {known_names(name, fences)}")
     if len(set(names)) < len(names):
         raise UserError(f"cluster.site names {', '.join(names)}; give each fence one [[cluster.site]]")
-    if names and cluster.partition not in ("dp", "op-fence") and not config.compression.rule:
+    if names and cluster.partition not in SURVEYED and not config.compression.rule:
         raise UserError(
             f"cluster.site would not count: cluster.partition = {cluster.partition!r} looks at no links; use 'dp'"
         )

@@ -20,13 +20,14 @@ from fusionllm.ir.plan import Plan, StagePlan, tied_params
 from fusionllm.protocol.membership import Member
 from fusionllm.protocol.messages import Assign, FenceLine, JobOptions, LinkChoice, LinkShape, Peer, Planned
 from fusionllm.schedule.coded import Coded, backward_codec, best_coded, ladder_factors, propose
-from fusionllm.schedule.partition import partition_graph
+from fusionllm.schedule.partition import SURVEYED, partition_graph
 from fusionllm.schedule.pipeline import pipeline_name
 from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, Placement, Share, find_fences
+from fusionllm.schedule.planner import place_exhaustive
 from fusionllm.schedule.workload import StepOptions, build_workload
 
-#: Ways to plan that look at devices and links: the paper's, and ours.
-SURVEYED = ("op-fence", "dp")
+#: Ways to plan that choose among all idle nodes.
+CHOOSING = ("dp", "exhaustive")
 
 
 class Surveyed(msgspec.Struct, frozen=True):
@@ -184,6 +185,8 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
     for method, place in BASELINES.items():
         with suppress(PlanError):
             found[method] = code([place(workload, cluster)])
+    if options.partition == "exhaustive":
+        found["exhaustive"] = code([place_exhaustive(workload, cluster).placement])
     if options.partition not in found:
         raise PlanError(f"{options.partition} finds no plan that fits these nodes' memory; dp does")
     best = found[options.partition]

@@ -12,7 +12,7 @@ import secrets
 import time
 
 from fusionllm.broker.links import Tuner
-from fusionllm.broker.planning import PlannedJob, check_options, emulated_link, needs_survey, plan_job
+from fusionllm.broker.planning import CHOOSING, PlannedJob, check_options, emulated_link, needs_survey, plan_job
 from fusionllm.broker.survey import Survey
 from fusionllm.errors import AdmissionError, FusionError, LinkError, ProtocolError
 from fusionllm.ir.graph import decode_graph
@@ -207,7 +207,7 @@ class Broker:
         name, options = f"job{self._next_job}", submit.options
         try:
             check_options(options, sorted(self._membership.fences))
-            every = options.partition == "dp"
+            every = options.partition in CHOOSING
             nodes = self._membership.lease(owner, name, options.num_stages, every=every) or []
             planned = await self._plan(name, owner, submit, nodes)
         except FusionError as error:

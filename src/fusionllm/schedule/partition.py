@@ -155,6 +155,8 @@ def _even(sums: Sequence[float], num_bytes: Sequence[int], fair: Sequence[float]
 
 #: Partitioners by the name used in a run's configuration.
 PARTITIONERS: dict[str, Partitioner] = {"equal-number": equal_number, "equal-compute": equal_compute}
+#: Those that look at devices and links: the paper's, ours, and every placement of a few nodes and cuts.
+SURVEYED = ("op-fence", "dp", "exhaustive")
 
 
 def partition_graph(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
+from math import comb, perm
 from typing import NamedTuple
 
 import msgspec
@@ -51,6 +52,8 @@ MAX_WALKED = 48
 #: Points that local search starts from, on small clusters and on others.
 STARTS = 12
 FEWER_STARTS = 4
+#: Placements that exhaustive search replays: some minutes.
+MAX_PLACEMENTS = 5_000_000
 #: How the best plan of one fence by itself is called among candidates, and how many fences are tried.
 ONE_FENCE = "one-fence"
 MOST_FENCES = 8
@@ -233,8 +236,15 @@ def place_exhaustive(workload: Workload, cluster: Cluster) -> Candidate:
     """The oracle: every subset, order and cut, replayed. For a handful of nodes and places.
 
     Raises:
-        PlanError: no placement fits.
+        PlanError: no placement fits, or there are too many.
     """
+    places = len(workload.cuts)
+    total = sum(perm(len(cluster.nodes), k) * comb(places, k - 1) for k in range(1, len(cluster.nodes) + 1))
+    if total > MAX_PLACEMENTS:
+        raise PlanError(
+            f"exhaustive would replay {total} placements of {places} cuts on {len(cluster.nodes)} nodes, at most "
+            f"{MAX_PLACEMENTS}; use dp"
+        )
     tables = Tables(workload, cluster)
     boundaries = [cut.boundary for cut in workload.cuts]
     best = (np.inf, Point((), (), ()))
