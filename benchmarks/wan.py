@@ -16,6 +16,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,15 +24,16 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import wan_runs
 from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, Limit, Stage, step_limit
 from benchmarks.wan_meter import Work
-from benchmarks.wan_padded import SEQ_LEN
-from benchmarks.wan_runs import SETTLE_STEPS, WARM_STEPS, Measured, MethodFailed, OurCluster, run_peer
+from benchmarks.wan_modelled import MODELS, equal_works
+from benchmarks.wan_recorded import DEFAULT, ensure_recorded
+from benchmarks.wan_runs import SETTLE_STEPS, WARM_STEPS, Bed, Measured, MethodFailed, OurCluster, run_peer
 from fusionllm.errors import UserError
-from fusionllm.testbed import Scenario, Testbed, build_scenario, load_scenario, why_unavailable
+from fusionllm.testbed import Scenario, build_scenario, load_scenario, why_unavailable
 from fusionllm.testbed.cgroups import PERIOD_US
+from fusionllm.testbed.scenario import Host
 
 ROOT = Path(__file__).parents[1]
 SCENARIOS = ROOT / "examples" / "scenarios"
@@ -52,6 +54,8 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
     "ours-codec": {"cluster": {"partition": "equal-number"}},  # and --forward, --backward
     "ours-default": {"cluster": {"partition": "dp"}, "compression": {"rule": "deadline"}},
 }
+#: The same on one site alone, for emulated compute: the planner on the fence whose devices are the fastest together.
+SITE: dict[str, dict[str, Any]] = {"one-site": {"cluster": {"partition": "dp"}}}
 PEERS: dict[str, dict[str, Any]] = {
     "torch-fp32": {"mode": "pipeline", "boundary": "float32"},
     "torch-bf16": {"mode": "pipeline", "boundary": "bfloat16"},
@@ -59,16 +63,14 @@ PEERS: dict[str, dict[str, Any]] = {
     "diloco-20": {"mode": "diloco", "inner": 20},
     "diloco-50": {"mode": "diloco", "inner": 50},
 }
-METHODS = (*PEERS, *OURS)
+METHODS = (*PEERS, *OURS, *SITE)
 #: What rows must have in common to be compared; each is an argument.
-SETTINGS = ("scenario", "bandwidth", "pipeline", "steps", "microbatches", "layers", "width", "seed")
+SETTINGS = ("scenario", "bandwidth", "pipeline", "steps", "microbatches", "layers", "width", "seed", "model", "tokens")
 
 
 def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
     """The run that all methods do: a GPT-2 of 16 M parameters, hand-cut friendly (nothing tied)."""
     data = ROOT / "examples" / "data"
-    if args.emulated:
-        return emulated_config(args, root)
     return {
         "run": {"root": root, "seed": args.seed},
         "model": {
@@ -89,13 +91,14 @@ def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def emulated_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
-    """The same for emulated compute: the boundary of GPT-2 XL, one row per microbatch, losses that mean nothing."""
+def modelled_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
+    """The same for emulated compute: a large model that nobody holds, one row per microbatch, losses mean nothing."""
     data = ROOT / "examples" / "data"
+    source, config = MODELS[args.model]
     return {
-        "run": {"root": root, "seed": args.seed, "base_dir": str(ROOT)},
-        "model": {"source": f"python:benchmarks.wan_padded:{'thin' if args.nodes <= 8 else 'thin_24'}"},
-        "data": {"source": str(data / "shakespeare.txt"), "tokenizer": "bytes", "seq_len": SEQ_LEN},
+        "run": {"root": root, "seed": args.seed},
+        "model": {"source": source, "config": config, "lazy": True},
+        "data": {"source": str(data / "shakespeare.txt"), "tokenizer": "bytes", "seq_len": args.tokens},
         "train": {
             "steps": WARM_STEPS + SETTLE_STEPS + args.steps, "global_batch": args.microbatches, "microbatch_size": 1,
             "pipeline": args.pipeline, "eval_batches": 1,
@@ -104,6 +107,14 @@ def emulated_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
         "cluster": {"threads": 1},
         "output": {"sinks": [], "plot": False},
     }  # fmt: skip
+
+
+def padded_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
+    """And for torch's pipeline: thin stages with the boundary of that model."""
+    config = MODELS[args.model][1]
+    width = config.get("n_embd") or config["hidden_size"]
+    source = {"source": f"python:benchmarks.wan_padded:thin_{width}"}
+    return modelled_config(args, root) | {"model": source}
 
 
 def run(argv: list[str]) -> dict[str, Any]:
@@ -124,6 +135,12 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--forward", default="hadamard:bits=2", help="codec of activations of ours-codec")
     parser.add_argument("--backward", default="tangent(hadamard:bits=2)", help="codec of gradients of ours-codec")
     parser.add_argument("--records", type=Path, help="a file of JSON lines: append rows, sum up what is there")
+    parser.add_argument("--model", default="", choices=["", *MODELS], help="of emulated compute")
+    parser.add_argument("--tokens", type=int, default=0, help="a microbatch, of emulated compute; default: 1024")
+    parser.add_argument(
+        "--stretch", type=float, default=1.0, help="of emulated compute: all times so many times longer"
+    )
+    parser.add_argument("--activation", type=Path, default=DEFAULT, help="recording that is sent, see wan-record")
     parser.add_argument("--figure", type=Path, help="a file for the picture, e.g. wan.png")
     args = parser.parse_args(argv)
     methods = list(METHODS) if args.methods == "all" else [name for name in args.methods.split(",") if name]
@@ -133,16 +150,22 @@ def run(argv: list[str]) -> dict[str, Any]:
         return {"skipped": f"no wide-area network can be made here: {reason}", "runs": []}
     scenario = find_scenario(args.scenario, args.bandwidth)
     args.emulated, args.nodes = scenario.emulates_compute, len(scenario.nodes)
+    if args.emulated:
+        args.model, args.tokens = args.model or "gpt2-xl-boundary", args.tokens or 1024
     settings = {key: getattr(args, key) for key in SETTINGS}
     records = read_records(args.records, settings) if args.records else []
     first = 1 + max((record["round"] for record in records), default=0)
     if methods:
-        with tempfile.TemporaryDirectory() as folder, Testbed(scenario) as bed:
+        with tempfile.TemporaryDirectory() as folder, Bed(scenario, args.stretch) as bed:
+            if args.emulated:
+                bed.works = equal_works(args.model, args.tokens, args.nodes)
+                bed.activation = str(ensure_recorded(args.activation).resolve())
             for index in range(first, first + args.rounds):
                 part = Path(folder, f"round{index}")
                 part.mkdir()
                 for row in run_round(bed, part, methods, args):
-                    records.append(settings | {"round": index, "load": os.getloadavg()[0]} | row)
+                    taken = {"round": index, "load": os.getloadavg()[0], "stretch": args.stretch}
+                    records.append(settings | taken | row)
                     if args.records:
                         append_record(args.records, records[-1])
     result = settings | {
@@ -191,40 +214,54 @@ def read_records(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def run_round(bed: Testbed, folder: Path, methods: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run_round(bed: Bed, folder: Path, methods: list[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row of every method; one that fails gives a row with its reason."""
-    config = run_config(args, str(folder / "runs"))
+    config = (modelled_config if args.emulated else run_config)(args, str(folder / "runs"))
     config["cluster"]["nodes"] = len(bed.scenario.nodes)
     for name in methods:
         if name in PEERS:
             yield attempt(name, bed, args, partial(peer_measured, bed, folder, name, config, args))
-    ours = [name for name in methods if name in OURS]
-    left = list(ours)
-    if ours:
+    for cluster_of, group in ((OURS, bed.scenario.nodes), (SITE, best_site(bed))):
+        names = [name for name in methods if name in cluster_of]
+        left = list(names)
         try:
-            with OurCluster(bed, folder) as cluster:
-                for name in ours:
-                    tables = merge(config, OURS[name])
+            with OurCluster(bed, folder, group) if names else nullcontext() as cluster:
+                for name in names:
+                    tables = merge(config | {"cluster": config["cluster"] | {"nodes": len(group)}}, cluster_of[name])
                     if name == "ours-codec":
                         tables["compression"] = {"forward": args.forward, "backward": args.backward}
-                    train = partial(cluster.train, name, tables, args.timeout)
-                    yield attempt(name, bed, args, train)
+                    yield attempt(name, bed, args, partial(cluster.train, name, tables, args.timeout))
                     left.remove(name)
         except (MethodFailed, UserError) as error:
             yield from (failed(name, str(error)) for name in left)
 
 
-def peer_measured(bed: Testbed, folder: Path, name: str, config: dict[str, Any], args: argparse.Namespace) -> Measured:
+def best_site(bed: Bed) -> list[Host]:
+    """The nodes of the fence whose devices are the fastest together; of all fences, where compute is real."""
+    if not bed.works:
+        return bed.scenario.nodes
+    sites: dict[str, list[Host]] = {}
+    for host in bed.scenario.nodes:
+        sites.setdefault(host.fence, []).append(host)
+    return max(sites.values(), key=lambda hosts: sum(bed.modelled(host).rates.matmul for host in hosts))
+
+
+def peer_measured(bed: Bed, folder: Path, name: str, config: dict[str, Any], args: argparse.Namespace) -> Measured:
+    mode = PEERS[name]["mode"]
+    if args.emulated and mode != "pipeline":
+        raise MethodFailed(f"{name} is not modelled: no such device holds the model with its optimizer")
     own = folder / name
     own.mkdir()
-    return run_peer(bed, own, PEERS[name]["mode"], PEERS[name] | {"config": config}, args.timeout)
+    if args.emulated:
+        config = padded_config(args, str(folder / "runs"))
+    return run_peer(bed, own, mode, PEERS[name] | {"config": config}, args.timeout)
 
 
 def merge(config: dict[str, Any], changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return config | {table: config.get(table, {}) | values for table, values in changes.items()}
 
 
-def attempt(name: str, bed: Testbed, args: argparse.Namespace, measure: Any) -> dict[str, Any]:
+def attempt(name: str, bed: Bed, args: argparse.Namespace, measure: Any) -> dict[str, Any]:
     """A row of the table. Prints it at once: a round takes many minutes."""
     try:
         row = make_row(name, bed, args, measure())
@@ -238,8 +275,8 @@ def failed(name: str, reason: str) -> dict[str, Any]:
     return {"method": name, "failed": reason}
 
 
-def make_row(name: str, bed: Testbed, args: argparse.Namespace, measured: Measured) -> dict[str, Any]:
-    tokens = args.microbatches * (SEQ_LEN if args.emulated else 4 * 128)
+def make_row(name: str, bed: Bed, args: argparse.Namespace, measured: Measured) -> dict[str, Any]:
+    tokens = args.microbatches * (args.tokens if args.emulated else 4 * 128)
     step_s = median(measured.step_s)
     row: dict[str, Any] = {"method": name}
     slow = {pipe: n for pipe, n in measured.num_bytes.items() if bed.network.pipes[pipe].rate_bytes_per_s}
@@ -252,30 +289,32 @@ def make_row(name: str, bed: Testbed, args: argparse.Namespace, measured: Measur
         row |= {"composed": True, "exchange_s": exchange_s}
     else:
         limit = limit_of(bed, measured, args.microbatches)
-        row |= {"limit_step_s": limit.seconds, "bottleneck": limit.bottleneck}
+        row |= {"limit_step_s": limit.seconds / bed.stretch, "bottleneck": limit.bottleneck}
         rates = {pipe: bed.network.pipes[pipe].rate_bytes_per_s for pipe in slow}
         use = max((n / rates[pipe] / step_s for pipe, n in slow.items()), default=0.0)
         row |= {"bottleneck_link_utilisation": use, "bytes": crossed}
+    predicted_s = measured.result.get("extra", {}).get("predicted_step_s")
+    step_s /= bed.stretch
     return row | {
-        "tokens_per_s": tokens / step_s, "step_s": step_s, "steps_s": measured.step_s,
-        "predicted_step_s": measured.result.get("extra", {}).get("predicted_step_s"),
+        "tokens_per_s": tokens / step_s, "step_s": step_s, "steps_s": [s / bed.stretch for s in measured.step_s],
+        "predicted_step_s": predicted_s and predicted_s / bed.stretch,
         "plan": measured.plan, "stages": measured.stages,
         "seconds_to_target": None, "val_loss": measured.result.get("val_loss"), "dropped": measured.dropped,
         "cpu_s": measured.cpu_s,
     }  # fmt: skip
 
 
-def limit_of(bed: Testbed, measured: Measured, num_microbatches: int) -> Limit:
+def limit_of(bed: Bed, measured: Measured, num_microbatches: int) -> Limit:
     """The limit of a step, from the processor time and bytes that the method itself used."""
     hosts = {host.name: host for host in bed.scenario.nodes}
     order = measured.stages
     stages = []
     for name in order:
-        forward_s, backward_s = wan_runs.padding_s(hosts[name])
-        if forward_s or backward_s:
-            stages.append(Stage(forward_s, backward_s, (forward_s + backward_s) * num_microbatches))
+        work = measured.work.get(name, Work())
+        if bed.works:
+            stages.append(Stage(work.forward_s, work.backward_s, work.step_s, work.step_s))
             continue
-        work, share = measured.work.get(name, Work()), hosts[name].cpu or len(os.sched_getaffinity(0))
+        share = hosts[name].cpu or len(os.sched_getaffinity(0))
         times_s = work.forward_s, work.backward_s, work.step_s, measured.cpu_s[name]
         stages.append(Stage(*times_s, share, PERIOD_US * 1e-6))
     ways: list[list[Crossing]] = [[], []]

@@ -32,12 +32,16 @@ class Meter:
         def metered(*args: Any, **options: Any) -> Any:
             before_s = time.thread_time()
             out = call(*args, **options)
-            if self._path:
-                with open(self._path, "a") as file:
-                    file.write(f"{kind} {time.thread_time() - before_s:.6f}\n")
+            self.note(kind, time.thread_time() - before_s)
             return out
 
         return metered
+
+    def note(self, kind: str, seconds: float) -> None:
+        """What a call took."""
+        if self._path:
+            with open(self._path, "a") as file:
+                file.write(f"{kind} {seconds:.6f}\n")
 
 
 def read_work(path: Path, num_steps: int, num_microbatches: int) -> Work:

@@ -118,8 +118,8 @@ def pipeline(peer: Peer) -> None:
 
     peer.join()
     boundary = torch.bfloat16 if peer.options["boundary"] == "bfloat16" else torch.float32
-    padding_s = tuple(peer.options["padding_s"][peer.rank])
-    if any(padding_s):
+    padding_s = tuple(peer.options["padding_s"][peer.rank]) if peer.options["padding_s"] else ()
+    if padding_s:
         module: torch.nn.Module = PaddedCut(peer.model, peer.rank, peer.size, boundary, padding_s)
     else:
         module = HandCut(peer.model, peer.rank, peer.size, boundary, peer.config.train.precision)
@@ -208,5 +208,18 @@ def evaluate(peer: Peer) -> None:
 
 MODES = {"pipeline": pipeline, "diloco": diloco, "one-host": one_host, "evaluate": evaluate}
 
+
+def main(words: list[str]) -> None:
+    """``MODE OPTIONS.json RANK``."""
+    MODES[words[0]](Peer(json.loads(Path(words[1]).read_text()), int(words[2])))
+
+
+def prepare(options: dict[str, Any]) -> None:
+    """In the process that ranks are forked from."""
+    import torch.distributed.pipelining
+
+    torch.set_num_threads(1)
+
+
 if __name__ == "__main__":
-    MODES[sys.argv[1]](Peer(json.loads(Path(sys.argv[2]).read_text()), int(sys.argv[3])))
+    main(sys.argv[1:])

@@ -19,17 +19,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tomli_w
 
+from benchmarks.wan_fork import Child, Spec
 from benchmarks.wan_meter import Work, read_work
-from fusionllm.testbed import Testbed
+from benchmarks.wan_modelled import Modelled, model_of, stage_s
+from fusionllm.estimate.work import OpWork
+from fusionllm.node.options import PASSIVE_WAITS
+from fusionllm.testbed import PipeSpec, Scenario, Testbed
 from fusionllm.testbed.scenario import Host
-from fusionllm.units import parse_duration_s
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "wan0"
 BROKER_PORT, PEER_PORT = 7654, 29511
 WARM_STEPS, SETTLE_STEPS = 2, 1
+_QUEUE_BYTES = 96 << 10  # of a stretched link, at least: a queue is waited for by heartbeats, which no stretch delays
 START_S = 300.0  # for programs to load, on a busy machine
 
 
@@ -61,7 +66,7 @@ class Measured:
 class Watch:
     """Follows the lines of a program, sets the limits and reads the counters at the right ones."""
 
-    bed: Testbed
+    bed: Bed
     num_steps: int
     measured: Measured = field(default_factory=Measured)
     _before: tuple[float, dict[str, Any], dict[str, float]] | None = None
@@ -105,16 +110,52 @@ class Watch:
         limit(self.bed, False)
 
 
-def limit(bed: Testbed, on: bool) -> None:
-    """Set the hosts' shares and the links' rates, or lift both."""
+class Bed(Testbed):
+    """A testbed whose links are ``stretch`` times slower than its scenario has them, where compute is as well.
+
+    Attributes:
+        works: of emulated compute, the operators of the whole model, cut into equal numbers of them.
+        activation: and a recording of what it sends.
+    """
+
+    def __init__(self, scenario: Scenario, stretch: float = 1.0) -> None:
+        super().__init__(scenario)
+        self.stretch = stretch
+        self.works: list[list[OpWork]] = []
+        self.activation = ""
+        if stretch != 1:
+            slow = {name: stretched(spec, stretch) for name, spec in self.network.pipes.items()}
+            self.network = msgspec.structs.replace(self.network, pipes=slow)
+
+    def modelled(self, host: Host, meter: str = "") -> Modelled:
+        return model_of(host, self.works, self.stretch, meter)
+
+
+def stretched(spec: PipeSpec, stretch: float) -> PipeSpec:
+    """A pipe so many times slower; its queue holds the same time or, of few bytes, a segment and a half."""
+    rate = spec.rate_bytes_per_s / stretch
+    queue = max(_QUEUE_BYTES, int(rate * max(0.1, 2 * spec.delay_s) * stretch)) if rate else 0
+    delays = {"delay_s": spec.delay_s * stretch, "jitter_s": spec.jitter_s * stretch}
+    return msgspec.structs.replace(spec, rate_bytes_per_s=rate, queue_bytes=queue, **delays)
+
+
+def limit(bed: Bed, on: bool, delays: bool | None = None) -> None:
+    """Set the hosts' shares and the links' rates, or lift both; stretched delays are set with them, or as told."""
     bed.throttle(on)
-    bed.open_rates(not on)
+    if bed.stretch == 1:
+        bed.open_rates(not on)
+        return
+    shorter = 1.0 if (on if delays is None else delays) else bed.stretch
+    bed.set_pipes({
+        name: {"rate_bytes_per_s": spec.rate_bytes_per_s * on, "delay_s": spec.delay_s / shorter}
+        for name, spec in bed.network.pipes.items()
+    })  # fmt: skip
 
 
 class Programs:
     """Programs on the hosts of a testbed, ended with the block; logs in a folder."""
 
-    def __init__(self, bed: Testbed, folder: Path) -> None:
+    def __init__(self, bed: Bed, folder: Path) -> None:
         self.bed, self.folder, self._stack = bed, folder, ExitStack()
         self.running: dict[str, subprocess.Popen[str]] = {}
 
@@ -129,10 +170,29 @@ class Programs:
         self._stack.close()
 
     def start(self, name: str, host: str, words: list[str]) -> subprocess.Popen[str]:
+        return self._start_here(name, self.bed.command(host, words))
+
+    def start_forked(
+        self, name: str, prepare: str, options: dict[str, Any], function: str, words: dict[str, list[str]]
+    ) -> subprocess.Popen[str]:
+        """Programs on many hosts from one process: ``function`` of each host's ``words``; the first one's output."""
+        network = self.bed.network
+        children = [
+            Child(
+                namespace=f"/run/netns/{network.host(host).namespace}", entrances=self.bed.entrances(host),
+                log=str(self.folder / f"{host}.log"), function=function, words=own,
+            )
+            for host, own in words.items()
+        ]  # fmt: skip
+        file = self.folder / f"{name}.json"
+        file.write_bytes(msgspec.json.encode(Spec(prepare=prepare, options=options, children=children)))
+        return self._start_here(name, [sys.executable, "-m", "benchmarks.wan_fork", str(file)])
+
+    def _start_here(self, name: str, words: list[str]) -> subprocess.Popen[str]:
         log = self._stack.enter_context((self.folder / f"{name}.log").open("a"))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        program = self.bed.popen(
-            host, words, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment, bufsize=1
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | PASSIVE_WAITS
+        program = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment, bufsize=1
         )
         self.running[name] = program
         return program
@@ -165,7 +225,7 @@ class Programs:
         return f": {text.splitlines()[-1][-300:]}" if text else ""
 
 
-def run_peer(bed: Testbed, folder: Path, mode: str, options: dict[str, Any], timeout_s: float) -> Measured:
+def run_peer(bed: Bed, folder: Path, mode: str, options: dict[str, Any], timeout_s: float) -> Measured:
     """One of `wan_peer`'s methods; rank 0 tells the time. Raises MethodFailed."""
     hosts = [host.name for host in bed.scenario.nodes]
     if mode == "one-host":
@@ -173,7 +233,7 @@ def run_peer(bed: Testbed, folder: Path, mode: str, options: dict[str, Any], tim
     options = options | {
         "addresses": [bed.address(host) for host in hosts], "port": PEER_PORT, "device": DEVICE,
         "folder": str(folder), "skip": WARM_STEPS + SETTLE_STEPS,
-        "padding_s": [padding_s(host) for host in bed.scenario.nodes],
+        "padding_s": [stage_s(works, bed.modelled(host).rates) for works, host in zip(bed.works, bed.scenario.nodes)],
     }  # fmt: skip
     file = folder / "options.json"
     file.write_text(json.dumps(options))
@@ -183,9 +243,17 @@ def run_peer(bed: Testbed, folder: Path, mode: str, options: dict[str, Any], tim
         watch._finish = lambda: None  # type: ignore[method-assign]
     limit(bed, False)
     with Programs(bed, folder) as programs:
-        words = [sys.executable, "-m", "benchmarks.wan_peer", mode, str(file)]
+        words = [mode, str(file)]
+        if bed.works:
+            forked = {host: [*words, str(rank)] for rank, host in enumerate(hosts)}
+            programs.start_forked("ranks", "benchmarks.wan_peer:prepare", {}, "benchmarks.wan_peer:main", forked)
+            programs.follow("ranks", watch.line, timeout_s)
+            times = dict(zip(hosts, options["padding_s"]))
+            count = options["config"]["train"]["global_batch"]
+            watch.measured.work = {host: Work(f, b, (f + b) * count) for host, (f, b) in times.items()}
+            return watch.measured
         for rank, host in enumerate(hosts):
-            programs.start(f"rank{rank}", host, [*words, str(rank)])
+            programs.start(f"rank{rank}", host, [sys.executable, "-m", "benchmarks.wan_peer", *words, str(rank)])
         programs.follow("rank0", watch.line, timeout_s)
         for rank in range(1, len(hosts)):
             programs.follow(f"rank{rank}", lambda _: None, 60)
@@ -215,15 +283,14 @@ def read_all(files: dict[str, Path], measured: Measured, config: dict[str, Any])
         raise MethodFailed(f"what the stages took is not known: {error}") from None
 
 
-def padding_s(host: Host) -> tuple[float, float]:
-    """Seconds that a microbatch is to take on a host, forward and backward; zeros where compute is real."""
-    return parse_duration_s(host.forward or "0 s"), parse_duration_s(host.backward or "0 s")
-
-
 class OurCluster(Programs):
-    """A broker on the owner's host and a node on every other one, for the block."""
+    """A broker on the owner's host and a node on every other one, or on those given, for the block."""
 
-    command = (sys.executable, "-m", "fusionllm.cli.main")
+    def __init__(self, bed: Bed, folder: Path, hosts: list[Host] | None = None) -> None:
+        super().__init__(bed, folder)
+        self._hosts = bed.scenario.nodes if hosts is None else hosts
+        words = ["benchmarks.wan_modelled", str(bed.stretch)] if bed.works else ["fusionllm.cli.main"]
+        self.command = (sys.executable, "-m", *words)
 
     def __enter__(self) -> OurCluster:
         try:
@@ -245,10 +312,22 @@ class OurCluster(Programs):
         if not line:
             raise MethodFailed(f"the broker did not start{self.blame('broker')}")
         self.ticket = json.loads(line)["ticket"]
-        for host in self.bed.scenario.nodes:
-            words = ["join", self.ticket, "--name", host.name, "--fence", host.fence, "--device", "cpu"]
-            padded = [sys.executable, "-m", "benchmarks.wan_padded", *map(str, padding_s(host))]
-            self.start(host.name, host.name, [*padded, str(self._work(host.name)), *words])
+        joins = {
+            host: ["join", self.ticket, "--name", host.name, "--fence", host.fence, "--device", "cpu"]
+            for host in self._hosts
+        }
+        if self.bed.works:
+            forked = {host.name: [self._modelled(host), *words] for host, words in joins.items()}
+            options = {"activation": self.bed.activation, "codecs": True}
+            node = "benchmarks.wan_modelled:run_node"
+            self.start_forked("nodes", "benchmarks.wan_modelled:prepare", options, node, forked)
+            return
+        for host, words in joins.items():
+            metered = [sys.executable, "-m", "benchmarks.wan_node", str(self._work(host.name))]
+            self.start(host.name, host.name, [*metered, *words])
+
+    def _modelled(self, host: Host) -> str:
+        return msgspec.json.encode(self.bed.modelled(host, str(self._work(host.name)))).decode()
 
     def _work(self, host: str) -> Path:
         return self.folder / f"{host}.work"
@@ -258,7 +337,7 @@ class OurCluster(Programs):
         run = self.folder / f"{name}.toml"
         run.write_text(tomli_w.dumps(config))
         watch = Watch(self.bed, config["train"]["steps"])
-        limit(self.bed, "rule" in config.get("compression", {}))
+        limit(self.bed, "rule" in config.get("compression", {}), delays=False)
         words = [*self.command, "train", str(run), "--broker", self.ticket, "--json"]
         self.start(name, self.bed.scenario.owner.name, words)
         try:

@@ -60,6 +60,7 @@ def _spec(fp32_tflops: float, half_tflops: float, memory_gb: float, memory_gb_pe
 #: Beside each: where its numbers were read, in the order fp32, half, memory's rate; "SMs" where half was only computed.
 DEVICES: dict[str, DeviceSpec] = {
     # GeForce and RTX. GeForce cards accumulate in fp32 at half the rate that their boxes name.
+    "RTX 2080": _spec(10.1, 40.3, 8, 448),  # UNVERIFIED, computed as the one below: 46 SMs at 1.71 GHz
     "RTX 2080 Ti": _spec(13.4, 53.8, 11, 616),  # gpu.spicedreamphone.com/ru/gpu/nvidia/geforce-rtx-2080-ti; SMs
     "RTX 3060": _spec(12.7, 25.5, 12, 360),  # sysrqmts.com, nvidia-geforce-rtx-3060-vs-nvidia-rtx-a6000; SMs
     "RTX 3080": _spec(29.8, 59.5, 10, 760),  # spearblade.com/rtx-2080-ti-teraflops; SMs; monsterpc-sg.com, 3080 review

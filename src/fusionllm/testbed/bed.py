@@ -159,10 +159,14 @@ class Testbed:
 
     def command(self, host: str, words: Sequence[str]) -> list[str]:
         """The command line that runs ``words`` on a host, within its limits."""
-        self._check_host(host)
         script = 'for file in $1; do echo $$ > "$file" || exit 125; done; shift; exec "$@"'
-        entrances = " ".join(self._groups.entrances(host))
+        entrances = " ".join(self.entrances(host))
         return ["sh", "-c", script, "sh", entrances, "ip", "netns", "exec", self.network.host(host).namespace, *words]
+
+    def entrances(self, host: str) -> list[str]:
+        """Files that a process writes its id into to be limited with a host."""
+        self._check_host(host)
+        return self._groups.entrances(host)
 
     def popen(self, host: str, words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program on a host; ``options`` are those of subprocess.Popen."""

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from fusionllm.errors import UserError
+from fusionllm.estimate.library import find_device
 from fusionllm.testbed.nat import Kind
 from fusionllm.testbed.pipe import PipeSpec
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
@@ -57,6 +58,7 @@ class Host(_Table, frozen=True, kw_only=True):
         role: broker and owner run on the owner's.
         nat: what stands in front of it: nothing, a ``preserving`` NAT, or a ``symmetric`` one.
         forward, backward: what a stage is to take for a microbatch where compute is emulated; programs see to it.
+        gpu: or the device of `estimate.library` that it is to compute like.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Host(_Table, frozen=True, kw_only=True):
     nat: Kind = ""
     forward: str = ""
     backward: str = ""
+    gpu: str = ""
 
 
 class ScenarioLink(_Table, frozen=True, kw_only=True):
@@ -117,7 +120,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
 
     @property
     def emulates_compute(self) -> bool:
-        return any(host.forward or host.backward for host in self.host)
+        return any(host.forward or host.backward or host.gpu for host in self.host)
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -201,6 +204,8 @@ def _check_values(scenario: Scenario) -> None:
         if host.memory and parse_num_bytes(host.memory) < 16 << 20:
             raise UserError(f"host {host.name}: memory is {host.memory!r}; no program starts in less than 16 MiB")
         rate_spec(host.uplink), rate_spec(host.downlink)
+        if host.gpu:
+            find_device(host.gpu)
         for text in filter(None, (host.forward, host.backward)):
             if parse_duration_s(text) > MAX_COMPUTE_S:
                 raise UserError(f"host {host.name}: a microbatch takes {text!r}; the most is {MAX_COMPUTE_S:g} s")
