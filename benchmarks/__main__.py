@@ -27,6 +27,7 @@ BENCHMARKS = {
     "vision": "benchmarks.vision",
     "finetune": "benchmarks.finetune",
     "wan": "benchmarks.wan",
+    "wan-report": "benchmarks.wan_report",
     "wan-record": "benchmarks.wan_recorded",
     "mixed": "benchmarks.mixed",
     "backend-speed": "benchmarks.backend_speed",

@@ -65,7 +65,19 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 METHODS = (*PEERS, *OURS, *SITE)
 #: What rows must have in common to be compared; each is an argument.
-SETTINGS = ("scenario", "bandwidth", "pipeline", "steps", "microbatches", "layers", "width", "seed", "model", "tokens")
+SETTINGS = (
+    "scenario",
+    "bandwidth",
+    "pipeline",
+    "steps",
+    "microbatches",
+    "layers",
+    "width",
+    "seed",
+    "model",
+    "tokens",
+    "unlimited",
+)
 
 
 def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
@@ -140,6 +152,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument(
         "--stretch", type=float, default=1.0, help="of emulated compute: all times so many times longer"
     )
+    parser.add_argument("--unlimited", action="store_true", help="no shares and rates are set: for losses, not speeds")
+    parser.add_argument("--target", type=float, default=0.0, help="training loss, a mean of 10 steps, to be timed to")
     parser.add_argument("--activation", type=Path, default=DEFAULT, help="recording that is sent, see wan-record")
     parser.add_argument("--figure", type=Path, help="a file for the picture, e.g. wan.png")
     args = parser.parse_args(argv)
@@ -157,6 +171,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     first = 1 + max((record["round"] for record in records), default=0)
     if methods:
         with tempfile.TemporaryDirectory() as folder, Bed(scenario, args.stretch) as bed:
+            bed.unlimited = args.unlimited
             if args.emulated:
                 bed.works = equal_works(args.model, args.tokens, args.nodes)
                 bed.activation = str(ensure_recorded(args.activation).resolve())
@@ -299,9 +314,19 @@ def make_row(name: str, bed: Bed, args: argparse.Namespace, measured: Measured) 
         "tokens_per_s": tokens / step_s, "step_s": step_s, "steps_s": [s / bed.stretch for s in measured.step_s],
         "predicted_step_s": predicted_s and predicted_s / bed.stretch,
         "plan": measured.plan, "stages": measured.stages,
-        "seconds_to_target": None, "val_loss": measured.result.get("val_loss"), "dropped": measured.dropped,
+        "seconds_to_target": seconds_to(args.target, measured.losses, step_s), "target_loss": args.target or None,
+        "val_loss": None if args.emulated else measured.result.get("val_loss"),
+        "losses": measured.losses, "dropped": measured.dropped,
         "cpu_s": measured.cpu_s,
     }  # fmt: skip
+
+
+def seconds_to(target: float, losses: list[float], step_s: float) -> float | None:
+    """Seconds of the steps until the mean training loss of ten of them is ``target``; None when it never was."""
+    for end in range(10, len(losses) + 1):
+        if target and sum(losses[end - 10 : end]) / 10 <= target:
+            return end * step_s
+    return None
 
 
 def limit_of(bed: Bed, measured: Measured, num_microbatches: int) -> Limit:

@@ -83,7 +83,7 @@ def model_of(host: Host, works: Sequence[Sequence[OpWork]], stretch: float, mete
         spec = find_device(host.gpu)
         rates, memory_bytes = spec.rates("float32"), spec.usable_bytes
     else:
-        flops = sum(work.flops for stage in works for work in stage)
+        flops = sum(work.flops for stage in works for work in stage if work.kind != "memory")
         rate = flops / len(works) / parse_duration_s(host.forward)
         rates = DeviceRates(matmul=rate, attention=rate, convolution=rate, bytes_per_s=1e18)
         memory_bytes = find_device(_CARD).usable_bytes

@@ -35,10 +35,18 @@ class Recorded:
         self.tensor = lru_cache(maxsize=8 * DISTINCT)(self._tensor)
 
     def _tensor(self, kind: str, shape: tuple[int, ...], index: int) -> np.ndarray:
-        """float32 of ``shape``, its last axis channels. ``index``: of the microbatch, below ``DISTINCT``.
+        """float32 of ``shape``: [..., channels], or [B, heads, T, channels of a head].
 
-        Raises ValueError when the recording has fewer tokens than the tensor.
+        Args:
+            index: of the microbatch, below ``DISTINCT``.
+
+        Raises:
+            ValueError: the recording has fewer tokens than the tensor.
         """
+        if len(shape) == 4:
+            rows, heads, tokens, channels = shape
+            whole = self.tensor(kind, (rows, tokens, heads * channels), index)
+            return np.ascontiguousarray(whole.reshape(rows, tokens, heads, channels).swapaxes(1, 2))
         rows_NC = self._arrays[kind]
         tokens, width = prod(shape[:-1]), shape[-1]
         num_rows, channels = rows_NC.shape

@@ -47,12 +47,14 @@ class Measured:
     """What one method did, per timed step.
 
     Attributes:
-        step_s: seconds of each timed step. num_bytes: pipe -> bytes in a step. dropped: packets, all steps.
+        step_s: seconds of each timed step. losses: training losses of all steps.
+        num_bytes: pipe -> bytes in a step. dropped: packets, all steps.
         cpu_s: host -> processor seconds in a step. work: host -> its forwards and backwards alone, where known.
         stages: hosts in the order of the pipeline. plan: what a planner said. result: what was said at the end.
     """
 
     step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     num_bytes: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
     cpu_s: dict[str, float] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class Watch:
 
     def _step(self, event: dict[str, Any]) -> None:
         step = event["step"]
+        self.measured.losses.append(event["loss"])
         if step == WARM_STEPS:
             limit(self.bed, True)
         elif step == WARM_STEPS + SETTLE_STEPS:
@@ -116,11 +119,13 @@ class Bed(Testbed):
     Attributes:
         works: of emulated compute, the operators of the whole model, cut into equal numbers of them.
         activation: and a recording of what it sends.
+        unlimited: no shares and rates are ever set, for losses alone.
     """
 
     def __init__(self, scenario: Scenario, stretch: float = 1.0) -> None:
         super().__init__(scenario)
         self.stretch = stretch
+        self.unlimited = False
         self.works: list[list[OpWork]] = []
         self.activation = ""
         if stretch != 1:
@@ -141,6 +146,7 @@ def stretched(spec: PipeSpec, stretch: float) -> PipeSpec:
 
 def limit(bed: Bed, on: bool, delays: bool | None = None) -> None:
     """Set the hosts' shares and the links' rates, or lift both; stretched delays are set with them, or as told."""
+    on = on and not bed.unlimited
     bed.throttle(on)
     if bed.stretch == 1:
         bed.open_rates(not on)

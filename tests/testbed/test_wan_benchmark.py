@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import time
 from random import Random
 
+import numpy as np
 import pytest
 import torch
-from benchmarks import wan, wan_padded
+from benchmarks import wan, wan_modelled, wan_padded, wan_recorded, wan_report, wan_runs
 from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, Stage, step_limit
 from benchmarks.wan_meter import BACKWARD, FORWARD, Meter, Work, read_work
 from benchmarks.wan_peer import HandCut, Peer, next_token_loss
 
+from fusionllm.capture.export import capture_module
 from fusionllm.errors import UserError
-from fusionllm.testbed import why_unavailable
+from fusionllm.estimate.device import fit_rates
+from fusionllm.estimate.library import find_device
+from fusionllm.estimate.work import graph_work
+from fusionllm.ir.cluster import check_node_profile
+from fusionllm.ir.cuts import split_graph
+from fusionllm.schedule.partition import partition_graph
+from fusionllm.testbed import PipeSpec, why_unavailable
+from fusionllm.testbed.scenario import Host
+
+IDS = torch.zeros(2, 32, dtype=torch.int64)
 
 
 def crossings(num_stages: int, num_bytes: float, rate: float, delay_s: float = 0.0) -> list[Crossing]:
@@ -126,7 +139,7 @@ def test_the_model_cut_by_hand_is_the_model():
 
 def test_the_padded_model_cut_by_hand_is_the_model_and_takes_its_time():
     torch.manual_seed(0)
-    model, ids = wan_padded.Thin(), torch.randint(0, wan_padded.VOCAB, (1, 64))
+    model, ids = wan_padded.Thin(8, 64), torch.randint(0, wan_padded.VOCAB, (1, 64))
     started = time.perf_counter()
     x = ids
     for rank in range(4):
@@ -140,17 +153,88 @@ def test_the_padded_model_cut_by_hand_is_the_model_and_takes_its_time():
     assert model.parts[0].weight.grad is not None
 
 
-def test_our_padded_backend_takes_its_time_too(monkeypatch):
-    class Inner:
-        place = forward = backward = staticmethod(lambda x: x)
+def test_a_modelled_stage_takes_its_time_and_sends_what_was_recorded(tmp_path):
+    """Of a graph cut in two: no weights, real shapes, seconds of the GPU times the stretch, metered as such."""
+    from fusionllm.compute.backend import Context
 
-    monkeypatch.setattr(wan_padded.PaddedProgram, "forward_s", 0.05)
-    monkeypatch.setattr(wan_padded.PaddedProgram, "backward_s", 0.1)
-    program = wan_padded.PaddedProgram(Inner())
-    started = time.perf_counter()
-    assert (program.forward(1), program.backward(2), program.place(3)) == (1, 2, 3)
-    assert time.perf_counter() - started >= 0.15
-    assert isinstance(wan_padded.PaddedBackend(), wan_padded.TorchBackend)
+    graph = capture_module(wan_padded.Thin(2, 64), {"input_ids": IDS, "labels": IDS}).graph
+    stages = split_graph(graph, partition_graph(graph, 2, "equal-number", dict.fromkeys(graph.symbols, 2)))
+    rows = np.random.default_rng(0).standard_normal((128, 16)).astype(np.float16)
+    recorded = wan_recorded.Recorded({"activation": rows, "gradient": -rows})
+    works = [graph_work(stage, dict.fromkeys(graph.symbols, 2)) for stage in stages]
+    host = Host(name="a0", fence="a", forward="100 ms", backward="200 ms")
+    files = [str(tmp_path / name) for name in ("0", "1")]
+    modelled = [wan_modelled.model_of(host, works, 2.0, file) for file in files]
+    assert sum(wan_modelled.stage_s(work, modelled[0].rates)[0] for work in works) == pytest.approx(0.4, rel=1e-3)
+    first, last = (wan_modelled.ModelledProgram(*parts, recorded) for parts in zip(stages, modelled))
+    started, context = time.perf_counter(), Context(0, 0, 0, True)
+    sent = first.forward({}, {v.id: IDS.numpy() for v in stages[0].inputs}, context, keep=True)
+    (value,) = stages[0].send
+    assert sent.outs[value].shape == (2, 32, 64) and sent.outs[value].std() > 0.5
+    got = last.forward({}, sent.outs | {v.id: IDS.numpy() for v in stages[1].inputs}, context, keep=True)
+    assert got.outs[stages[1].outputs[0]].shape == ()
+    assert time.perf_counter() - started >= 0.4
+    gradients = last.backward(got.kept, {}, 1.0, {})
+    assert np.array_equal(gradients[value], -sent.outs[value])  # the gradient of the same tokens
+    assert (tmp_path / "1").read_text().split()[::2] == ["forward", "backward"]
+
+
+def test_a_recording_is_put_together_without_repeating_itself(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((512, 16)).astype(np.float16)
+    file = tmp_path / "a.npz"
+    wan_recorded.save(file, {"activation": rows, "gradient": rows})
+    recorded = wan_recorded.load_recorded(file)
+    wide = recorded.tensor("activation", (1, 128, 40), 1)
+    assert np.linalg.matrix_rank(wide[0]) == 40 and wide[0, :, :16].tolist() == rows[128:256].astype("f4").tolist()
+    heads = recorded.tensor("activation", (1, 5, 128, 8), 1)
+    assert np.array_equal(heads.swapaxes(1, 2).reshape(1, 128, 40), wide)
+    with pytest.raises(ValueError, match="512 tokens, a microbatch 513"):
+        recorded.tensor("activation", (513, 8), 0)
+    file.write_bytes(b"no zip")
+    with pytest.raises(SystemExit, match="no recording"):
+        wan_recorded.load_recorded(file)
+
+
+def test_the_rates_of_a_gpu_come_back_from_its_calibration(monkeypatch):
+    host = Host(name="a0", fence="a", gpu="RTX 4090")
+    modelled = wan_modelled.model_of(host, [], 4.0)
+    monkeypatch.setattr(wan_modelled._Here, "modelled", modelled, raising=False)
+    profile = check_node_profile(wan_modelled.calibrate("cpu"))
+    fitted, wanted = fit_rates(profile.samples), find_device("RTX 4090").rates("float32")
+    assert fitted.matmul == pytest.approx(wanted.matmul / 4, rel=1e-3)
+    assert fitted.bytes_per_s == pytest.approx(wanted.bytes_per_s / 4, rel=1e-3)
+    assert profile.memory_bytes == find_device("RTX 4090").usable_bytes
+
+
+def test_modelled_nodes_import_no_torch(tmp_path):
+    rows = np.ones((8, 4), np.float16)
+    wan_recorded.save(tmp_path / "a.npz", {"activation": rows, "gradient": rows})
+    options = {"activation": str(tmp_path / "a.npz"), "codecs": False}
+    script = (
+        f"import sys; from benchmarks.wan_modelled import prepare; prepare({options!r}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=wan.ROOT)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_stretched_pipe_is_slower_in_everything_but_its_queue():
+    slow = wan_runs.stretched(PipeSpec(rate_bytes_per_s=1e6, delay_s=0.02), 10)
+    assert (slow.rate_bytes_per_s, slow.delay_s, slow.queue_bytes) == (1e5, 0.2, 100_000)
+    assert wan_runs.stretched(PipeSpec(), 10) == PipeSpec()
+
+
+def test_the_report_says_how_good_predictions_are_and_who_wins_alone():
+    row = {"scenario": "g2", "round": 1, "method": "torch-bf16", "step_s": 4.0, "tokens_per_s": 1.0}
+    ours = row | {"method": "ours-default", "step_s": 1.0, "predicted_step_s": 1.1}
+    alone = row | {"method": "one-site", "step_s": 0.8, "predicted_step_s": 0.6}
+    bad = row | wan.failed("ours-paper", "no route")
+    result = wan_report.report([row, ours, alone, bad])
+    board = result["boards"][0]
+    assert board["alone_wins"] == "one-site" and board["runs"][1]["speedup"] == 4
+    assert result["predictions"] == {"pairs": 2, "median": pytest.approx(0.175), "worst": pytest.approx(0.25)}
+    text = wan_report.table(result)
+    assert "off by 10%" in text and "failed: no route" in text and "one-site is the fastest" in text
+    assert wan.seconds_to(1.5, [2.0] * 10 + [1.0] * 10, 3.0) == 45 and wan.seconds_to(0.5, [1.0] * 20, 1.0) is None
 
 
 def test_scenarios_are_found_by_name_and_their_rate_can_be_replaced():
