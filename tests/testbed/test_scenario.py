@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from fusionllm.api import load_config
 from fusionllm.errors import UserError
-from fusionllm.testbed import build_scenario, load_scenario
-from fusionllm.testbed.network import build_network
+from fusionllm.protocol.messages import LinkShape
+from fusionllm.testbed import Testbed, build_scenario, load_scenario
+from fusionllm.testbed.network import build_network, paced_settings
 from fusionllm.testbed.scenario import NAME
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "examples" / "scenarios").glob("*.toml"))
@@ -100,3 +106,29 @@ def test_all_scenarios_of_the_documentation_are_shipped():
     text = (Path(__file__).parents[2] / "docs" / "testbed.md").read_text()
     text = text.partition("## Scenarios")[2].partition("## ")[0]
     assert {path.stem for path in SCENARIOS} == set(re.findall(r"^\| `([a-z0-9.-]+)`", text, re.M))
+
+
+def test_without_a_testbed_a_run_is_told_how_to_pace_its_links(monkeypatch):
+    """As settings that its configuration takes; the reason comes first."""
+    folder = SCENARIOS[0].parent
+    settings = paced_settings(load_scenario(folder / "two-labs.toml"))
+    config = load_config(None, settings)
+    assert config.cluster.fences == (2, 2)
+    assert config.fence_links()[0].shape == LinkShape(1e6, 0.025)
+    homes = load_config(None, [*paced_settings(load_scenario(folder / "three-homes.toml")), "train.global_batch=64"])
+    assert {link.shape for link in homes.fence_links()} == {LinkShape(5e6 / 8, 0.02)}  # the uplink
+    assert load_config(None, paced_settings(load_scenario(folder / "lan.toml"))).fence_links() == ()
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    with pytest.raises(UserError, match=r"need root.*fences=.*slow_link\.bandwidth=8 Mbps"):
+        Testbed(load_scenario(folder / "two-labs.toml")).start()
+
+
+def test_nobody_is_told_why_there_is_no_testbed():
+    """A process without root, as its user sees it: in a user namespace where nobody is mapped."""
+    drop = ["unshare", "--user"]
+    if shutil.which(drop[0]) is None or subprocess.run([*drop, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespace can be made here")
+    words = ["testbed", "run", str(SCENARIOS[0].parent / "two-labs.toml"), "a0", "true"]
+    python = [sys.executable, "-m", "fusionllm.cli.main"]
+    done = subprocess.run([*drop, *python, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "need root" in done.stderr and "slow_link" in done.stderr

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -31,7 +32,7 @@ from fusionllm.errors import UserError
 from fusionllm.testbed import namespaces
 from fusionllm.testbed.cgroups import Groups
 from fusionllm.testbed.emulator import DEVICE
-from fusionllm.testbed.network import Network, build_network
+from fusionllm.testbed.network import Network, build_network, paced_settings
 from fusionllm.testbed.pipe import PipeSpec, PipeStats
 from fusionllm.testbed.scenario import NAME, Scenario
 from fusionllm.units import MIB, parse_num_bytes
@@ -101,7 +102,11 @@ class Testbed:
     def start(self) -> None:
         """Make everything. Raises UserError; then nothing is left."""
         if reason := why_unavailable():
-            raise UserError(f"no testbed can be made here: {reason}")
+            settings = " ".join(f"--set {shlex.quote(setting)}" for setting in paced_settings(self.scenario))
+            raise UserError(
+                f"no testbed can be made here: {reason}. A run paces the links of its own nodes without one: "
+                f"fusionllm train RUN.toml {settings}"
+            )
         namespaces.BEDS.mkdir(mode=0o700, exist_ok=True)
         namespaces.remove_stale()
         try:

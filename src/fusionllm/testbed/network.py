@@ -6,6 +6,8 @@ fence's and host's downlinks. Inside a fence only the hosts' own and the pair's.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from fusionllm.testbed.nat import Kind
@@ -47,6 +49,25 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         if source.fence != target.fence:
             names = [names[0], f"{source.fence}:up", names[1], f"{target.fence}:down", names[2]]
         return [name for name in names if name in self.pipes]
+
+
+def paced_settings(scenario: Scenario) -> list[str]:
+    """What a run is told to pace links by itself (`transport.shaped`), where no testbed can be made: KEY=VALUE of its
+    TOML. All pairs of fences get the slowest rate and the longest delay of any; loss, jitter and queues are left out.
+    """
+    network, nodes = build_network(scenario, ""), {host.name for host in scenario.nodes}
+    hosts = [host for host in network.hosts if host.name in nodes]
+    sizes = Counter(host.fence for host in hosts)
+    pairs = [(a, b) for a in hosts for b in hosts if a.fence != b.fence]
+    rates = [network.pipes[name].rate_bytes_per_s for pair in pairs for name in network.route(*pair)]
+    settings = [f"cluster.nodes={len(hosts)}", f"cluster.fences={list(sizes.values())}"]
+    if slow := min(filter(None, rates), default=0.0):
+        delay_s = max(network.pipes[f"{a.name}>{b.name}"].delay_s for a, b in pairs)
+        settings += [
+            f"cluster.slow_link.bandwidth={slow * 8e-6:g} Mbps",
+            f"cluster.slow_link.latency={delay_s * 1e3:g} ms",
+        ]
+    return settings
 
 
 def build_network(scenario: Scenario, bed: str) -> Network:
