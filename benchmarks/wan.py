@@ -155,6 +155,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--unlimited", action="store_true", help="no shares and rates are set: for losses, not speeds")
     parser.add_argument("--target", type=float, default=0.0, help="training loss, a mean of 10 steps, to be timed to")
     parser.add_argument("--activation", type=Path, default=DEFAULT, help="recording that is sent, see wan-record")
+    parser.add_argument("--missing", action="store_true", help="only methods of which --records has no row yet")
     parser.add_argument("--figure", type=Path, help="a file for the picture, e.g. wan.png")
     args = parser.parse_args(argv)
     methods = list(METHODS) if args.methods == "all" else [name for name in args.methods.split(",") if name]
@@ -168,6 +169,9 @@ def run(argv: list[str]) -> dict[str, Any]:
         args.model, args.tokens = args.model or "gpt2-xl-boundary", args.tokens or 1024
     settings = {key: getattr(args, key) for key in SETTINGS}
     records = read_records(args.records, settings) if args.records else []
+    if args.missing:
+        there = {record["method"] for record in records if "failed" not in record}
+        methods = [name for name in methods if name not in there]
     first = 1 + max((record["round"] for record in records), default=0)
     if methods:
         with tempfile.TemporaryDirectory() as folder, Bed(scenario, args.stretch) as bed:
@@ -240,7 +244,8 @@ def run_round(bed: Bed, folder: Path, methods: list[str], args: argparse.Namespa
         names = [name for name in methods if name in cluster_of]
         left = list(names)
         try:
-            with OurCluster(bed, folder, group) if names else nullcontext() as cluster:
+            codes = any("compression" in cluster_of[name] or name == "ours-codec" for name in names)
+            with OurCluster(bed, folder, group, codes) if names else nullcontext() as cluster:
                 for name in names:
                     tables = merge(config | {"cluster": config["cluster"] | {"nodes": len(group)}}, cluster_of[name])
                     if name == "ours-codec":

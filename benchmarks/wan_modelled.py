@@ -84,7 +84,8 @@ def model_of(host: Host, works: Sequence[Sequence[OpWork]], stretch: float, mete
         rates, memory_bytes = spec.rates("float32"), spec.usable_bytes
     else:
         flops = sum(work.flops for stage in works for work in stage if work.kind != "memory")
-        rate = flops / len(works) / parse_duration_s(host.forward)
+        forward_s = (parse_duration_s(host.forward) + parse_duration_s(host.backward)) / (1 + BACKWARD_OVER_FORWARD)
+        rate = flops / len(works) / forward_s
         rates = DeviceRates(matmul=rate, attention=rate, convolution=rate, bytes_per_s=1e18)
         memory_bytes = find_device(_CARD).usable_bytes
     slow = {kind: getattr(rates, kind) / stretch for kind in (*_KINDS[:3], "bytes_per_s")}

@@ -290,11 +290,11 @@ def read_all(files: dict[str, Path], measured: Measured, config: dict[str, Any])
 
 
 class OurCluster(Programs):
-    """A broker on the owner's host and a node on every other one, or on those given, for the block."""
+    """A broker on the owner's host and a node on those given, for the block. ``codes``: whether links may compress."""
 
-    def __init__(self, bed: Bed, folder: Path, hosts: list[Host] | None = None) -> None:
+    def __init__(self, bed: Bed, folder: Path, hosts: list[Host], codes: bool) -> None:
         super().__init__(bed, folder)
-        self._hosts = bed.scenario.nodes if hosts is None else hosts
+        self._hosts, self._codes = hosts, codes
         words = ["benchmarks.wan_modelled", str(bed.stretch)] if bed.works else ["fusionllm.cli.main"]
         self.command = (sys.executable, "-m", *words)
 
@@ -324,7 +324,7 @@ class OurCluster(Programs):
         }
         if self.bed.works:
             forked = {host.name: [self._modelled(host), *words] for host, words in joins.items()}
-            options = {"activation": self.bed.activation, "codecs": True}
+            options = {"activation": self.bed.activation, "codecs": self._codes}
             node = "benchmarks.wan_modelled:run_node"
             self.start_forked("nodes", "benchmarks.wan_modelled:prepare", options, node, forked)
             return
