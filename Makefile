@@ -9,6 +9,8 @@ TORCH  ?= torch==2.13.0
 # What `test-mixed` runs as one of its nodes: torch 2.4 has wheels for Python up to 3.12.
 OLD_TORCH  ?= 2.4.1
 OLD_PYTHON ?= $(PYTHON)
+# Extra arguments of its benchmark, e.g. MIXED_ARGS="--model llama --steps 10 --takeover-steps 0".
+MIXED_ARGS ?=
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -35,7 +37,7 @@ test: setup ## all tests, with an end-to-end run of the quickstart at a few step
 
 test-mixed: setup ## one run over an old torch, JAX and the pinned torch (2 GB in .venv-old)
 	PIP_ARGS="$(PIP_ARGS)" tools/old_torch.sh .venv-old $(OLD_PYTHON) $(OLD_TORCH)
-	$(PY) -m benchmarks mixed --nodes torch:.venv-old/python jax torch --json
+	$(PY) -m benchmarks mixed --nodes torch:.venv-old/python jax torch $(MIXED_ARGS) --json
 
 lint: setup ## ruff: style, imports, formatting
 	$(BIN)/ruff check .
