@@ -31,6 +31,14 @@ def test_torch_takes_over_the_stage_of_a_killed_jax_node(tmp_path, capsys):
     assert "node1" in capsys.readouterr().out
 
 
+def test_tinygrad_trains_a_stage_between_two_of_torch(tmp_path):
+    pytest.importorskip("tinygrad")
+    with MixedCluster(["torch", "tinygrad", "torch"], tmp_path / "nodes") as ticket:
+        config = mixed_config(tmp_path, ticket, "llama", nodes=3, steps=2)
+        result = fusionllm.train(config=config)
+    assert result.losses == pytest.approx([loss for loss, _ in plain_steps(config, tmp_path)], rel=1e-5)
+
+
 def test_codecs_need_torch_and_planning_says_so(tmp_path):
     compression = {"forward": "int8", "backward": "int8", "links": "all"}
     with MixedCluster(["jax", "jax"], tmp_path / "nodes") as ticket:

@@ -1,15 +1,21 @@
 """The tinygrad backend whole: device, program, optimizer.
 
 Between calls all arrays are numpy's; a call makes tensors of them. tinygrad is lazy and has no record that outlives
-what it computed, so a forward keeps what it was given, and the backward computes it again.
+what it computed, so a forward keeps what it was given, and the backward computes it again. Its settings and its cache
+of compiled code are of one thread, so every call runs in `_THREAD`.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,12 +35,31 @@ from fusionllm.ir.ops import OPS
 Values = dict[str, Any]
 _OPTIMIZERS = ("adamw", "sgd")
 _DTYPES = frozenset({"float64", "float32", "int64", "int32", "int16", "int8", "uint8", "bool"})
+_THREAD = ThreadPoolExecutor(1, "tinygrad")
+
+
+@lru_cache
+def _compiler() -> str | None:
+    """Where tinygrad finds clang: CC, the machine's, else the one in the package ``ziglang``, as one file for CC."""
+    if found := shutil.which(os.environ.get("CC", "clang")):
+        return found
+    spec = find_spec("ziglang")
+    if os.name != "posix" or spec is None or spec.origin is None:
+        return None
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusionllm" / "tinygrad"
+    place.mkdir(parents=True, exist_ok=True)
+    script, made = place / "clang", place / f"clang.{os.getpid()}"
+    made.write_text(f'#!/bin/sh\nexec {shlex.quote(str(Path(spec.origin).parent / "zig"))} clang "$@"\n')
+    made.chmod(0o755)
+    made.replace(script)
+    os.environ["CC"] = str(script)
+    return str(script)
 
 
 def _device(name: str) -> str:
     """The framework's name of a device. A CPU without a compiler is interpreted: right, and slow."""
     if name == "cpu":
-        return "CPU" if shutil.which(os.environ.get("CC", "clang")) else "PYTHON"
+        return "CPU" if _compiler() else "PYTHON"
     return name.upper()
 
 
@@ -42,6 +67,9 @@ class TinygradBackend:
     """tinygrad, 0.14 or newer."""
 
     def warm_up(self, device: str) -> Ready:
+        return _THREAD.submit(self._warm_up, device).result()
+
+    def _warm_up(self, device: str) -> Ready:
         chosen = device
         if device == "auto":
             try:
@@ -55,7 +83,7 @@ class TinygradBackend:
             raise UserError(
                 f"device {device!r} is not here ({type(error).__name__}); tinygrad has cpu, or choose auto"
             ) from None
-        return Ready(chosen, frozenset(TABLE) & frozenset(OPS), frozenset(_OPTIMIZERS))
+        return Ready(chosen, frozenset(TABLE) & frozenset(OPS), frozenset(_OPTIMIZERS), _DTYPES)
 
     def program(
         self, graph: OpGraph, options: ComputeOptions, device: str, allow_ops: Collection[str] = ()
@@ -98,28 +126,36 @@ class TinygradProgram:
         return np.array(array, copy=True)
 
     def forward(self, tensors: Mapping[str, Any], values: Mapping[str, Any], context: Context, *, keep: bool) -> Ran:
+        outs, mutated = _THREAD.submit(self._forward, tensors, values, context).result()
+        return Ran(outs, mutated, (dict(tensors), dict(values), context) if keep else None)
+
+    def _forward(
+        self, tensors: Mapping[str, Any], values: Mapping[str, Any], context: Context
+    ) -> tuple[Values, Values]:
         with Setting(DEV=self._device):
             env = self._run(tensors, values, context)
-            outs = {i: self._numpy(env[i]) for i in self._outs}
-            mutated = {b: self._numpy(env[v]) for b, v in self._graph.mutations.items()}
-        return Ran(outs, mutated, (dict(tensors), dict(values), context) if keep else None)
+            made = iter(_arrays([env[i] for i in (*self._outs, *self._graph.mutations.values())]))
+        return dict(zip(self._outs, made)), dict(zip(self._graph.mutations, made))
 
     def backward(
         self, kept: Any, seeds: Mapping[str, Any], loss_weight: float, totals: dict[str, Any]
     ) -> dict[str, Any]:
-        tensors, values, context = kept
+        values = kept[1]
         targets = [*self._parameters.values(), *sorted(self._received & set(values))]
-        with Setting(DEV=self._device):
-            env = self._run(tensors, values, context)
-            roots = [env[i] * self._tensor(seeds[i]) for i in self._seeded if i in seeds]
-            if self._loss_id in self._seeded:
-                roots.append(env[self._loss_id] * loss_weight)
-            parts = [root.sum() for root in roots]
-            found = dict(zip(targets, self._gradients(parts, [env[i] for i in targets]), strict=True))
+        found = _THREAD.submit(self._backward, kept, seeds, loss_weight, targets).result()
         for name, i in self._parameters.items():
             if (gradient := found[i]) is not None:
                 totals[name] = totals[name] + gradient if name in totals else gradient
         return {i: found[i] if found[i] is not None else np.zeros_like(values[i]) for i in targets if i in values}
+
+    def _backward(self, kept: Any, seeds: Mapping[str, Any], loss_weight: float, targets: list[str]) -> Values:
+        with Setting(DEV=self._device):
+            env = self._run(*kept)
+            roots = [env[i] * self._tensor(seeds[i]) for i in self._seeded if i in seeds]
+            if self._loss_id in self._seeded:
+                roots.append(env[self._loss_id] * loss_weight)
+            parts = [root.sum() for root in roots]
+            return dict(zip(targets, self._gradients(parts, [env[i] for i in targets]), strict=True))
 
     def peak_bytes(self) -> int:
         return resident_peak_bytes()
@@ -130,18 +166,12 @@ class TinygradProgram:
             return [None] * len(targets)
         total = sum(parts[1:], parts[0])
         nodes = total.uop.toposort()
-        reached = [
-            t.uop in nodes for t in targets
-        ]  # asked before anything is computed, which changes what is in a tensor
-        made = iter(total.gradient(*(t for t, near in zip(targets, reached) if near)))
-        return [self._numpy(next(made)) if near else None for near in reached]
+        reached = [t.uop in nodes for t in targets]  # asked before computing, which changes what is in a tensor
+        made = iter(_arrays(total.gradient(*(t for t, near in zip(targets, reached) if near))))
+        return [next(made) if near else None for near in reached]
 
     def _tensor(self, array: Any) -> Any:
         return Tensor(np.array(array))
-
-    def _numpy(self, tensor: Any) -> np.ndarray:
-        found: np.ndarray = np.array((tensor.clone() if tensor.device is None else tensor).numpy())  # None: a constant
-        return found
 
     def _run(self, tensors: Mapping[str, Any], values: Mapping[str, Any], context: Context) -> Values:
         env = {i: self._tensor(a) for i, a in {**tensors, **values}.items()}
@@ -217,6 +247,14 @@ class TinygradOptimizer:
         for key, array in tensors.items():
             kind, _, name = key.partition("/")
             self._states.setdefault(name, {})[kind] = np.array(array, copy=True)
+
+
+def _arrays(tensors: Sequence[Any]) -> list[np.ndarray]:
+    """Their values, computed together: what they have in common once."""
+    held = [t.clone() if t.device is None else t for t in tensors]  # None: a constant
+    if held:
+        held[0].realize(*held[1:])
+    return [np.array(t.numpy()) for t in held]
 
 
 def _argument(arg: Arg, env: Values) -> Any:
