@@ -139,7 +139,12 @@ def plan_job(
 def _check_offer(
     stage_index: int, node: Member, stage: OpGraph, optim: bytes, codecs: Sequence[LinkChoice]
 ) -> None:  # fmt: skip
-    """Refuse a stage for a node whose backend lacks an operator, an optimizer or a codec of it. Raises PlanError."""
+    """Refuse a stage for a node that lacks an operator, a dtype, an optimizer or a codec of it. Raises PlanError."""
+    if node.opset < stage.opset:
+        raise PlanError(
+            f"stage {stage_index} would go to {node.name}, which knows operators up to opset {node.opset}; the model "
+            f"was captured with opset {stage.opset}: upgrade fusionllm on {node.name}"
+        )
     if node.offer is None:
         return
     who = f"stage {stage_index} would go to {node.name}, whose backend {node.backend}"
@@ -148,6 +153,8 @@ def _check_offer(
             f"{who} lacks {len(missing)} of its operators: {', '.join(missing[:8])}; "
             "let a node of another backend join instead (fusionllm join --backend torch)"
         )
+    if missing := sorted({s.dtype for s in stage.specs().values() if s.is_tensor} - set(node.offer.dtypes)):
+        raise PlanError(f"{who} has no {missing[0]}; it has {', '.join(node.offer.dtypes)}")
     if missing := sorted(_optimizers(optim) - set(node.offer.optimizers)):
         raise PlanError(f"{who} has no optimizer {missing[0]!r}; it has {', '.join(node.offer.optimizers)}")
     if codecs and not node.offer.codecs:

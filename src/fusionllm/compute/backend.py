@@ -45,11 +45,12 @@ class Ran(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What a backend can do on this machine: the device chosen, those of `ir.ops.OPS` and of the optimizers it has."""
+    """What a backend can do on this machine: the device chosen, those of `ir.ops.OPS`, the optimizers, the dtypes."""
 
     device: str
     operators: frozenset[str]
     optimizers: frozenset[str]
+    dtypes: frozenset[str] = frozenset(DTYPES)
 
 
 class Program(Protocol):

@@ -64,7 +64,8 @@ class NodeAgent:
                 _, port = await self._endpoint.listen(self.config.host, self.config.port)
                 offer = m.Offer(
                     device=ready.device, operators=tuple(sorted(ready.operators | self._allow_ops)),
-                    optimizers=tuple(sorted(ready.optimizers)), codecs=can_compress(),
+                    optimizers=tuple(sorted(ready.optimizers)), dtypes=tuple(sorted(ready.dtypes)),
+                    codecs=can_compress(),
                 )  # fmt: skip
                 await channel.send(m.Listening(host=self.config.advertise, port=port, offer=offer))
                 log.info(

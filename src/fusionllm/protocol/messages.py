@@ -183,12 +183,13 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         operators: those of `ir.ops.OPS` that its backend executes. optimizers: those it has, by name.
-        codecs: whether it has those beyond dense.
+        dtypes: of tensors, by name. codecs: whether it has those beyond dense.
     """
 
     device: str
     operators: tuple[str, ...]
     optimizers: tuple[str, ...]
+    dtypes: tuple[str, ...]
     codecs: bool
 
 
