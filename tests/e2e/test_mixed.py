@@ -25,7 +25,7 @@ def test_torch_and_jax_train_as_one_process_does_with_the_same_dropout(tmp_path)
     assert result.losses == pytest.approx(expected, rel=1e-6)
 
 
-def test_torch_takes_over_the_stage_of_a_killed_jax_node(tmp_path, capsys):
+def test_a_spare_torch_node_takes_the_stage_of_a_killed_jax_node_by_itself(tmp_path, capsys):
     losses, expected = takeover("gpt2", ["torch", "jax"], 4, tmp_path)
     assert losses == pytest.approx(expected, rel=1e-6)
     assert "node1" in capsys.readouterr().out

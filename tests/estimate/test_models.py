@@ -125,6 +125,7 @@ def test_lambda_is_the_papers_model():
 #: Multiprocessors, clocks in GHz of fp32 and of tensor cores, FLOPs a clock and multiprocessor in fp32 and in half with
 #: accumulation in fp32, pins of the memory's bus and Gbps of each.
 CHIPS = {
+    "RTX 2080": (46, 1.71, 1.71, 128, 512, 256, 14),
     "RTX 2080 Ti": (68, 1.545, 1.545, 128, 512, 352, 14), "RTX 3060": (28, 1.777, 1.777, 256, 512, 192, 15),
     "RTX 3080": (68, 1.71, 1.71, 256, 512, 320, 19), "RTX 3090": (82, 1.695, 1.695, 256, 512, 384, 19.5),
     "RTX 4070 Ti": (60, 2.61, 2.61, 256, 512, 192, 21), "RTX 4080": (76, 2.505, 2.505, 256, 512, 256, 22.4),

@@ -143,6 +143,8 @@ class ClusterTable(_Table, frozen=True, kw_only=True):
         threads: of compute per node, 0: the machine's cores shared out among local nodes.
         device: of local nodes: ``auto``, ``cpu``, ``cuda``, ...; a machine that joins chooses its own.
         join_timeout_s, stall_s: how long to wait for nodes, and before a wait is reported.
+        max_restarts: how often a run that fails, as when a node is lost, goes on by itself from its latest checkpoint,
+            with the nodes that are there then or join within ``join_timeout_s``.
     """
 
     broker: str = ""
@@ -155,6 +157,7 @@ class ClusterTable(_Table, frozen=True, kw_only=True):
     device: str = "auto"
     join_timeout_s: float = 300.0
     stall_s: float = 60.0
+    max_restarts: int = 0
 
 
 class OutputTable(_Table, frozen=True, kw_only=True):
@@ -340,6 +343,7 @@ def _check_values(config: RunConfig) -> None:
         ("cluster.threads", cluster.threads, 0),
         ("cluster.join_timeout_s", cluster.join_timeout_s, 1),
         ("cluster.stall_s", cluster.stall_s, 1),
+        ("cluster.max_restarts", cluster.max_restarts, 0),
         ("output.sample_tokens", config.output.sample_tokens, 1),
         ("run.seed", config.run.seed, 0),
     ):

@@ -29,7 +29,7 @@ from fusionllm.ir.graph import encode_graph
 from fusionllm.ir.plan import Plan
 from fusionllm.protocol import messages as m
 from fusionllm.schedule.ratios import default_floor
-from fusionllm.store.checkpoint import load_checkpoint, save_checkpoint
+from fusionllm.store.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from fusionllm.store.manifest import CheckpointMeta
 from fusionllm.store.run_dir import RunDir
 from fusionllm.store.scratch import Scratch
@@ -120,6 +120,8 @@ class Run:
         self._peak_bytes: dict[str, int] = {}
         self._codecs_layout: Any = None
         self._dense_from: int | None = None
+        #: The name of the run, once it has failed behind a checkpoint.
+        self.broken = ""
 
     def _progress(self, event: Any) -> None:
         """Tell whoever listens. One that cannot hear any more, a closed pipe or a full disk, ends the run in order."""
@@ -172,7 +174,9 @@ class Run:
                     f"with a checkpoint; go on with: fusionllm train {run_dir.config} --resume --name {run_dir.name}"
                 )
             return result
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, FusionError) and training and not self._interrupt.wanted:
+                self.broken = run_dir.name if list_checkpoints(run_dir.checkpoints) else ""
             if not training and not config.run.resume:
                 shutil.rmtree(run_dir.path, ignore_errors=True)
                 if root_is_new:

@@ -12,12 +12,13 @@ import msgspec
 from fusionllm.api.config import RunConfig, RunTable, load_config
 from fusionllm.api.options import tables_from_options
 from fusionllm.api.run import Progress, Run, TrainResult
-from fusionllm.errors import UserError
+from fusionllm.errors import FusionError, UserError
 from fusionllm.store.checkpoint import load_checkpoint
 from fusionllm.store.run_dir import RunDir
 from fusionllm.store.tensorfile import Reading
 from fusionllm.store.tokens import EOS_NAMES, tokenizer_json
 from fusionllm.store.weights import write_folder
+from fusionllm.telemetry.events import Note
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,18 @@ def train(
     resolved = msgspec.structs.replace(resolved, run=run)
     module: Any = None if model is None or isinstance(model, (str, Mapping)) else model
     obj = None if data is None or isinstance(data, (str, os.PathLike)) else data
-    return Run(resolved, where, module, obj, progress or (lambda event: None)).run()
+    tell = progress or (lambda event: None)
+    for left in range(resolved.cluster.max_restarts, -1, -1):
+        attempt = Run(resolved, where, module, obj, tell)
+        try:
+            return attempt.run()
+        except FusionError as error:
+            if not (left and attempt.broken):
+                raise
+            tell(Note(step=0, kind="restart", text=f"{error}; going on from the latest checkpoint"))
+            run = msgspec.structs.replace(run, name=attempt.broken, resume=True)
+            resolved = msgspec.structs.replace(resolved, run=run)
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> Path:
