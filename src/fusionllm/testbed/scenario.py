@@ -17,7 +17,8 @@ from typing import Any, Literal
 import msgspec
 
 from fusionllm.errors import UserError
-from fusionllm.estimate.library import find_device
+from fusionllm.estimate.library import DEVICES
+from fusionllm.sim.devices import find_device
 from fusionllm.testbed.nat import Kind
 from fusionllm.testbed.pipe import PipeSpec
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
@@ -205,7 +206,7 @@ def _check_values(scenario: Scenario) -> None:
             raise UserError(f"host {host.name}: memory is {host.memory!r}; no program starts in less than 16 MiB")
         rate_spec(host.uplink), rate_spec(host.downlink)
         if host.gpu:
-            find_device(host.gpu)
+            find_device(host.gpu, DEVICES)
         for text in filter(None, (host.forward, host.backward)):
             if parse_duration_s(text) > MAX_COMPUTE_S:
                 raise UserError(f"host {host.name}: a microbatch takes {text!r}; the most is {MAX_COMPUTE_S:g} s")
