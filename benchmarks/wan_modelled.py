@@ -29,7 +29,7 @@ from fusionllm.compute import BACKENDS, CALIBRATIONS
 from fusionllm.compute.backend import Context, Ran, Ready, array_bytes, checked_view, shaped_array
 from fusionllm.compute.optimizers import OPTIMIZERS
 from fusionllm.estimate.device import DeviceRates
-from fusionllm.estimate.library import find_device
+from fusionllm.estimate.library import DEVICES
 from fusionllm.estimate.work import OpWork, graph_work
 from fusionllm.ir.cluster import NodeProfile, Sample
 from fusionllm.ir.graph import OpGraph
@@ -80,14 +80,14 @@ def model_of(host: Host, works: Sequence[Sequence[OpWork]], stretch: float, mete
         works: operators of the whole model, as stages.
     """
     if host.gpu:
-        spec = find_device(host.gpu)
+        spec = find_device(host.gpu, DEVICES)
         rates, memory_bytes = spec.rates("float32"), spec.usable_bytes
     else:
         flops = sum(work.flops for stage in works for work in stage if work.kind != "memory")
         forward_s = (parse_duration_s(host.forward) + parse_duration_s(host.backward)) / (1 + BACKWARD_OVER_FORWARD)
         rate = flops / len(works) / forward_s
         rates = DeviceRates(matmul=rate, attention=rate, convolution=rate, bytes_per_s=1e18)
-        memory_bytes = find_device(_CARD).usable_bytes
+        memory_bytes = find_device(_CARD, DEVICES).usable_bytes
     slow = {kind: getattr(rates, kind) / stretch for kind in (*_KINDS[:3], "bytes_per_s")}
     stretched = DeviceRates(launch_s=rates.launch_s * stretch, **slow)
     return Modelled(device=host.gpu or "modelled", rates=stretched, memory_bytes=memory_bytes, meter=meter)
