@@ -24,12 +24,13 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.convergence import METHODS as METHOD_CODECS
 from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, Limit, Stage, step_limit
 from benchmarks.wan_meter import Work
 from benchmarks.wan_modelled import MODELS, equal_works
 from benchmarks.wan_recorded import DEFAULT, ensure_recorded
-from benchmarks.wan_runs import SETTLE_STEPS, WARM_STEPS, Bed, Measured, MethodFailed, OurCluster, run_peer
+from benchmarks.wan_runs import SETTLE_STEPS, Bed, Measured, MethodFailed, OurCluster, run_peer
 from fusionllm.errors import UserError
 from fusionllm.testbed import Scenario, build_scenario, load_scenario, why_unavailable
 from fusionllm.testbed.cgroups import PERIOD_US
@@ -64,6 +65,8 @@ PEERS: dict[str, dict[str, Any]] = {
     "diloco-50": {"mode": "diloco", "inner": 50},
 }
 METHODS = (*PEERS, *OURS, *SITE)
+#: Codecs of ours-codec: the smallest whose loss `benchmarks convergence` shows.
+SMALL = METHOD_CODECS["klt-ec-70f"]
 #: What rows must have in common to be compared; each is an argument.
 SETTINGS = (
     "scenario",
@@ -94,7 +97,7 @@ def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
         },
         "data": {"source": str(data / "shakespeare.txt"), "tokenizer": str(data / "tokenizer.json"), "seq_len": 128},
         "train": {
-            "steps": WARM_STEPS + SETTLE_STEPS + args.steps, "global_batch": 4 * args.microbatches,
+            "steps": args.warm + SETTLE_STEPS + args.steps, "global_batch": 4 * args.microbatches,
             "microbatch_size": 4, "pipeline": args.pipeline, "precision": "bfloat16", "eval_batches": 8,
         },
         "optimizer": {"name": "adamw", "lr": 1e-3, "schedule": "constant"},
@@ -112,7 +115,7 @@ def modelled_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
         "model": {"source": source, "config": config, "lazy": True},
         "data": {"source": str(data / "shakespeare.txt"), "tokenizer": "bytes", "seq_len": args.tokens},
         "train": {
-            "steps": WARM_STEPS + SETTLE_STEPS + args.steps, "global_batch": args.microbatches, "microbatch_size": 1,
+            "steps": args.warm + SETTLE_STEPS + args.steps, "global_batch": args.microbatches, "microbatch_size": 1,
             "pipeline": args.pipeline, "eval_batches": 1,
         },
         "optimizer": {"name": "adamw", "lr": 1e-3, "schedule": "constant"},
@@ -138,14 +141,15 @@ def run(argv: list[str]) -> dict[str, Any]:
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
+    parser.add_argument("--warm", type=int, default=2, help="steps before limits are set: codecs find their basis")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--pipeline", default="1f1b-ahead", help="of our rows; torch's are 1F1B")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one method")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--forward", default="hadamard:bits=2", help="codec of activations of ours-codec")
-    parser.add_argument("--backward", default="tangent(hadamard:bits=2)", help="codec of gradients of ours-codec")
+    parser.add_argument("--forward", default=SMALL[0], help="codec of activations of ours-codec")
+    parser.add_argument("--backward", default=SMALL[1], help="codec of gradients of ours-codec")
     parser.add_argument("--records", type=Path, help="a file of JSON lines: append rows, sum up what is there")
     parser.add_argument("--model", default="", choices=["", *MODELS], help="of emulated compute")
     parser.add_argument("--tokens", type=int, default=0, help="a microbatch, of emulated compute; default: 1024")
@@ -175,7 +179,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     first = 1 + max((record["round"] for record in records), default=0)
     if methods:
         with tempfile.TemporaryDirectory() as folder, Bed(scenario, args.stretch) as bed:
-            bed.unlimited = args.unlimited
+            bed.unlimited, bed.warm_steps = args.unlimited, args.warm
             if args.emulated:
                 bed.works = equal_works(args.model, args.tokens, args.nodes)
                 bed.activation = str(ensure_recorded(args.activation).resolve())
@@ -183,7 +187,7 @@ def run(argv: list[str]) -> dict[str, Any]:
                 part = Path(folder, f"round{index}")
                 part.mkdir()
                 for row in run_round(bed, part, methods, args):
-                    taken = {"round": index, "load": os.getloadavg()[0], "stretch": args.stretch}
+                    taken = {"round": index, "load": os.getloadavg()[0], "stretch": args.stretch, "warm": args.warm}
                     records.append(settings | taken | row)
                     if args.records:
                         append_record(args.records, records[-1])
@@ -396,7 +400,7 @@ def table(result: dict[str, Any]) -> str:
             + (f"{limit:9.2f}{limit / row['step_s']:9.0%}{use:9.0%}{sent / 1e6:8.2f}" if limit else " " * 35)
             + (f"{row['predicted_step_s']:10.2f}" if row["predicted_step_s"] else " " * 10)
             + (f"{row['val_loss']:10.4f}" if row["val_loss"] is not None else " " * 10)
-            + f"  {row.get('bottleneck', 'composed of ' + str(WARM_STEPS) + '+ inner steps and one exchange')}"
+            + f"  {row.get('bottleneck', 'composed of inner steps and one exchange')}"
         )
     good = {row["method"]: row["tokens_per_s"] for row in result["runs"] if "failed" not in row}
     if "one-host" in good and good["one-host"] >= max(good.values()):

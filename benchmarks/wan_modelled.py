@@ -36,6 +36,7 @@ from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.ops import OPS
 from fusionllm.protocol.messages import Probed
 from fusionllm.schedule.placement import BACKWARD_OVER_FORWARD
+from fusionllm.sim.devices import find_device
 from fusionllm.testbed.scenario import Host
 from fusionllm.units import parse_duration_s
 

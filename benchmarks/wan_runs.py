@@ -33,7 +33,7 @@ from fusionllm.testbed.scenario import Host
 ROOT = Path(__file__).parents[1]
 DEVICE = "wan0"
 BROKER_PORT, PEER_PORT = 7654, 29511
-WARM_STEPS, SETTLE_STEPS = 2, 1
+SETTLE_STEPS = 1
 _QUEUE_BYTES = 96 << 10  # of a stretched link, at least: a queue is waited for by heartbeats, which no stretch delays
 START_S = 300.0  # for programs to load, on a busy machine
 
@@ -88,9 +88,9 @@ class Watch:
     def _step(self, event: dict[str, Any]) -> None:
         step = event["step"]
         self.measured.losses.append(event["loss"])
-        if step == WARM_STEPS:
+        if step == self.bed.warm_steps:
             limit(self.bed, True)
-        elif step == WARM_STEPS + SETTLE_STEPS:
+        elif step == self.bed.warm_steps + SETTLE_STEPS:
             self._before = self._counters()
         elif self._before is not None:
             self.measured.step_s.append(event["seconds"])
@@ -119,13 +119,13 @@ class Bed(Testbed):
     Attributes:
         works: of emulated compute, the operators of the whole model, cut into equal numbers of them.
         activation: and a recording of what it sends.
-        unlimited: no shares and rates are ever set, for losses alone.
+        unlimited: no shares and rates are ever set, for losses alone. warm_steps: after which they are set.
     """
 
     def __init__(self, scenario: Scenario, stretch: float = 1.0) -> None:
         super().__init__(scenario)
         self.stretch = stretch
-        self.unlimited = False
+        self.unlimited, self.warm_steps = False, 2
         self.works: list[list[OpWork]] = []
         self.activation = ""
         if stretch != 1:
@@ -238,7 +238,7 @@ def run_peer(bed: Bed, folder: Path, mode: str, options: dict[str, Any], timeout
         hosts = [max(bed.scenario.nodes, key=lambda host: host.cpu or 1e9).name]
     options = options | {
         "addresses": [bed.address(host) for host in hosts], "port": PEER_PORT, "device": DEVICE,
-        "folder": str(folder), "skip": WARM_STEPS + SETTLE_STEPS,
+        "folder": str(folder), "skip": bed.warm_steps + SETTLE_STEPS,
         "padding_s": [stage_s(works, bed.modelled(host).rates) for works, host in zip(bed.works, bed.scenario.nodes)],
     }  # fmt: skip
     file = folder / "options.json"
