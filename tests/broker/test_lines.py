@@ -14,8 +14,11 @@ from fusionllm.capture.export import capture_module
 from fusionllm.compute import ComputeOptions, OptimConfig
 from fusionllm.errors import PlanError, UserError
 from fusionllm.estimate.device import DeviceRates
+from fusionllm.ir.graph import decode_graph
+from fusionllm.ir.ops import OPS
+from fusionllm.ir.tensor import DTYPES
 from fusionllm.protocol.membership import Member
-from fusionllm.protocol.messages import FenceLine, JobOptions
+from fusionllm.protocol.messages import FenceLine, JobOptions, Offer
 from fusionllm.schedule.placement import Cluster, NodeModel, find_fences
 from fusionllm.schedule.planner import place_exhaustive
 
@@ -27,7 +30,8 @@ def options(*lines: FenceLine) -> JobOptions:
     )  # fmt: skip
 
 
-def test_a_declared_uplink_keeps_the_plan_from_crossing_it():
+def two_nodes() -> tuple[list[Member], Surveyed]:
+    """Nodes in two fences, both slow, and what a survey found."""
     nodes = [Member(f"n{i}", "node", "ab"[i], "torch", 1, "127.0.0.1", 2 + i) for i in range(2)]
     slow = DeviceRates(matmul=1e3, attention=1e3, convolution=1e3, bytes_per_s=1e3)
     cluster = Cluster(
@@ -35,11 +39,17 @@ def test_a_declared_uplink_keeps_the_plan_from_crossing_it():
         bandwidth_bytes_per_s=((1e9, 1e9), (1e9, 1e9)),
         latency_s=((0.0, 0.0), (0.0, 0.0)),
     )
-    surveyed = Surveyed(cluster, {n.name: slow for n in nodes})
-    graph, owner = capture_module(Regression(), example()).graph, Member("owner", "owner", "", "", 1, "127.0.0.1", 1)
+    return nodes, Surveyed(cluster, {n.name: slow for n in nodes})
+
+
+GRAPH, OWNER = capture_module(Regression(), example()).graph, Member("owner", "owner", "", "", 1, "127.0.0.1", 1)
+
+
+def test_a_declared_uplink_keeps_the_plan_from_crossing_it():
+    nodes, surveyed = two_nodes()
 
     def used(*lines: FenceLine) -> int:
-        return len(plan_job("job1", graph, options(*lines), nodes, owner, surveyed).assignments)
+        return len(plan_job("job1", GRAPH, options(*lines), nodes, OWNER, surveyed).assignments)
 
     assert used() == used(FenceLine("elsewhere", 1e-3, 1e-3)) == used(FenceLine("a", 1e9, 1e9)) == 2
     assert used(FenceLine("a", 1e-3, 1e9)) == used(FenceLine("b", 1e9, 1e-3)) == 1
@@ -84,6 +94,19 @@ def test_fences_of_nodes_without_one_are_found_by_their_links_and_told():
     assert "fences found by their links: n0, n1 | n3, n4" in describe_plan(planned)
     sited = msgspec.structs.replace(planned, found_fences=())
     assert not any("fences" in line for line in describe_plan(sited))
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_measured_plan_keeps_an_operator_from_the_node_that_lacks_it(lacking):
+    nodes, surveyed = two_nodes()
+    operators = tuple(name for name in OPS if name != "aten.tanh.default")
+    offer = Offer(device="cpu", operators=operators, optimizers=("adamw",), dtypes=tuple(DTYPES), codecs=True)
+    nodes[lacking] = msgspec.structs.replace(nodes[lacking], offer=offer)
+    assigned = plan_job("job1", GRAPH, options(), nodes, OWNER, surveyed).assignments
+    (holder,) = (
+        name for name, a in assigned.items() if any(op.name == "aten.tanh.default" for op in decode_graph(a.graph).ops)
+    )
+    assert holder == nodes[1 - lacking].name
 
 
 def test_lines_are_read_from_a_run_and_checked():

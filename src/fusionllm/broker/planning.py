@@ -172,7 +172,7 @@ def _plain_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], 
 
 
 def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], surveyed: Surveyed) -> _Layout:
-    cluster = _with_lines(surveyed.cluster, options.fence_lines)
+    cluster = _with_lines(_with_lacks(surveyed.cluster, graph, nodes), options.fence_lines)
     base, compression = options.pipeline.partition(":")[0], options.compression
     step = StepOptions(
         microbatch_size=options.microbatch_size, max_length=options.max_length,
@@ -214,6 +214,14 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
         if compression.rule == "deadline" and compression.rule_every
         else None,
     )
+
+
+def _with_lacks(cluster: Cluster, graph: OpGraph, nodes: Sequence[Member]) -> Cluster:
+    """With the operators of the graph that a node's backend lacks, so that the plan keeps them from it."""
+    names = {op.name for op in graph.ops}
+    lacks = [tuple(sorted(names - set(node.offer.operators))) if node.offer else () for node in nodes]
+    models = (msgspec.structs.replace(model, refuses=lack) for model, lack in zip(cluster.nodes, lacks, strict=True))
+    return msgspec.structs.replace(cluster, nodes=tuple(models))
 
 
 def _with_lines(cluster: Cluster, lines: Sequence[FenceLine]) -> Cluster:
