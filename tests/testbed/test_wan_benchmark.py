@@ -251,6 +251,8 @@ def test_a_row_that_failed_is_reported_with_its_reason():
     row = wan.middle("ours", [{"method": "ours", "step_s": 1.0}, wan.failed("ours", "no route")])
     result = {"scenario": "lan", "bandwidth": "", "rounds": 2, "steps": 3, "runs": [row]}
     assert "failed: no route" in wan.table(result)
+    again = wan.middle("ours", [wan.failed("ours", "no route"), {"method": "ours", "step_s": 1.0}])
+    assert again["rounds_step_s"] == [1.0]  # measured again, as --missing does
 
     def broken():
         raise UserError("the emulator does not answer")
