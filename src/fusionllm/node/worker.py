@@ -110,7 +110,7 @@ class StageWorker(threading.Thread):
         try:
             self._setup()
             while not self._stopped:
-                self._handle(self._next_event())
+                self._take(self._next_event())
         except FusionError as error:
             self._fail(str(error))
         except Exception as error:  # the backend's own errors: out of memory, a kernel's complaint
@@ -174,7 +174,7 @@ class StageWorker(threading.Thread):
                         "stage %d has waited %.0f s for %s", self.assign.stage_index, self.assign.options.stall_s, what
                     )
 
-    def _handle(self, event: Event) -> None:
+    def _take(self, event: Event) -> None:
         if isinstance(event, Stop):
             self._stopped = True
         elif isinstance(event, Connected):
