@@ -26,6 +26,7 @@ BENCHMARKS = {
     "bigmodel": "benchmarks.bigmodel",
     "vision": "benchmarks.vision",
     "finetune": "benchmarks.finetune",
+    "endings": "benchmarks.endings",
     "wan": "benchmarks.wan",
     "wan-report": "benchmarks.wan_report",
     "wan-record": "benchmarks.wan_recorded",

@@ -6,14 +6,14 @@ convergence studies, where only the numbers matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fusionllm.api.config import RunConfig
+from fusionllm.api.config import RunConfig, TrainTable
 from fusionllm.api.prepare import prepare
 from fusionllm.capture.export import Captured
 from fusionllm.compress import Reference
@@ -22,9 +22,12 @@ from fusionllm.compute import ComputeOptions, OptimConfig
 from fusionllm.compute.stage import TorchStage
 from fusionllm.compute.wire import dtype_name
 from fusionllm.errors import UserError
+from fusionllm.estimate.flops import anchored_flops
 from fusionllm.ir.codec import CodecSpec, fit_codec, parse_codec
 from fusionllm.ir.cuts import split_graph
 from fusionllm.ir.plan import tied_params
+from fusionllm.schedule.partition import partition_graph
+from fusionllm.store.dataset import Dataset
 
 Place = tuple[str, int, tuple[int, ...]]
 
@@ -151,15 +154,42 @@ def _codecs_of(text: str, num_cuts: int) -> list[CodecSpec]:
     return specs * num_cuts if len(specs) == 1 else specs
 
 
+def open_pipeline(
+    config: RunConfig, num_stages: int, forward: str = "identity", backward: str = "identity",
+    optim: OptimConfig | None = None,
+) -> tuple[CodedPipeline, Dataset]:  # fmt: skip
+    """A run's model cut in stages of equal FLOPs, for one core, and its data; ``optim``: default as in a run."""
+    torch.set_num_threads(1)
+    job, train = prepare(config, Path.cwd()), config.train
+    graph = job.captured.graph
+    symbols = dict.fromkeys(graph.symbols, train.microbatch_size)
+    boundaries = partition_graph(graph, num_stages, "equal-compute", symbols, costs=anchored_flops(graph, symbols))
+    pipeline = CodedPipeline(
+        job.captured,
+        optim or job.optim,
+        train.steps,
+        boundaries,
+        seed=config.run.seed,
+        forward=forward,
+        backward=backward,
+    )
+    return pipeline, job.dataset
+
+
+def train_steps(
+    pipeline: CodedPipeline, dataset: Dataset, train: TrainTable, first: int = 0, *, first_coded: int = 0
+) -> Iterator[float]:  # fmt: skip
+    """Loss of each step of a run from ``first`` on, those before ``first_coded`` dense."""
+    sizes = {"global_batch": train.global_batch, "microbatch_size": train.microbatch_size}
+    for step in range(first, train.steps):
+        yield pipeline.train_step(step, dataset.microbatches(step, **sizes), coded=step >= first_coded)
+
+
 def losses_in_one_process(config: RunConfig, boundaries: Sequence[int], first_coded: int = 0) -> list[float]:
     """Loss of every step of a run with codecs set by hand, cut at these boundaries, dense before ``first_coded``."""
-    job, train, codecs = prepare(config, Path.cwd()), config.train, config.compression
+    job, codecs = prepare(config, Path.cwd()), config.compression
     pipeline = CodedPipeline(
-        job.captured, config.optimizer, train.steps, boundaries, seed=config.run.seed,
+        job.captured, config.optimizer, config.train.steps, boundaries, seed=config.run.seed,
         forward=codecs.forward, backward=codecs.backward,
     )  # fmt: skip
-    sizes = {"global_batch": train.global_batch, "microbatch_size": train.microbatch_size}
-    return [
-        pipeline.train_step(step, job.dataset.microbatches(step, **sizes), coded=step >= first_coded)
-        for step in range(train.steps)
-    ]
+    return list(train_steps(pipeline, job.dataset, config.train, first_coded=first_coded))

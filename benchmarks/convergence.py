@@ -17,10 +17,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusionllm.schedule.ratios import LinkLoad, adatopk_paper
 from fusionllm.units import parse_bandwidth_bytes_per_s
+
+if TYPE_CHECKING:
+    from benchmarks.coded import CodedPipeline
 
 RECORDS = Path(__file__).parent / "records" / "convergence.jsonl"
 TEXT = Path(__file__).parents[1] / "examples" / "data" / "shakespeare.txt"
@@ -99,45 +102,33 @@ def _config(seed: int, args: argparse.Namespace) -> Any:
 
 
 def _train(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    import torch
+    from benchmarks.coded import open_pipeline, train_steps
 
-    from benchmarks.coded import CodedPipeline
-    from fusionllm.api.prepare import prepare
-    from fusionllm.estimate.flops import anchored_flops
-    from fusionllm.schedule.partition import partition_graph
-
-    torch.set_num_threads(1)
     started = time.perf_counter()
     config = _config(seed, args)
-    job = prepare(config, Path.cwd())
-    graph = job.captured.graph
-    symbols = dict.fromkeys(graph.symbols, 8)
-    boundaries = partition_graph(graph, args.stages, "equal-compute", symbols, costs=anchored_flops(graph, symbols))
     forward, backward = METHODS[method]
-    pipeline = CodedPipeline(
-        job.captured, config.optimizer, args.steps, boundaries, seed=seed, forward=forward, backward=backward
-    )
+    # as the records were made: weight decay on norms and biases too
+    pipeline, data = open_pipeline(config, args.stages, forward, backward, config.optimizer)
     annealed: CodedPipeline | None = None
     first_dense = args.steps - args.steps // 10
     losses, norms = [], []
-    for step in range(args.steps):
-        if method != "dense" and step == first_dense:
+    for loss in train_steps(pipeline, data, config.train):
+        losses.append(loss)
+        if method != "dense" and len(losses) == first_dense:
             annealed = copy.deepcopy(pipeline)
-        batches = job.dataset.microbatches(step, global_batch=8, microbatch_size=8)
-        losses.append(pipeline.train_step(step, batches))
-        if step % 100 == 99 or step == args.steps - 1:
+        if len(losses) % 100 == 0 or len(losses) == args.steps:
             norms.append(max(pipeline.hidden_rms.values()))
             print(
-                f"{method} seed {seed} step {step + 1}: loss {mean(losses[-100:]):.4f}, rms {norms[-1]:.2f}", flush=True
+                f"{method} seed {seed} step {len(losses)}: loss {mean(losses[-100:]):.4f}, rms {norms[-1]:.2f}",
+                flush=True,
             )
-        if not math.isfinite(losses[-1]):
+        if not math.isfinite(loss):
             break
     if annealed is not None:
-        for step in range(first_dense, args.steps):
-            batches = job.dataset.microbatches(step, global_batch=8, microbatch_size=8)
-            annealed.train_step(step, batches, coded=False)
+        for _ in train_steps(annealed, data, config.train, first_dense, first_coded=args.steps):
+            pass
     sent, dense = pipeline.bytes_sent()
-    val = list(job.dataset.val_batches(8, 96))
+    val = list(data.val_batches(8, 96))
     coded, off = pipeline.mean_loss(val, coded=True), pipeline.mean_loss(val, coded=False)
     after = off if annealed is None else annealed.mean_loss(val, coded=False)
     return {

@@ -101,33 +101,24 @@ def _config(args: argparse.Namespace, root: str) -> Any:
 
 def _through_codecs(args: argparse.Namespace) -> dict[str, Any]:
     """One record: losses of the run through codecs and of the dense one, and the true ratio of bytes."""
-    import torch
+    from benchmarks.coded import open_pipeline, train_steps
 
-    from benchmarks.coded import CodedPipeline
-    from fusionllm.api.prepare import prepare
-    from fusionllm.estimate.flops import anchored_flops
-    from fusionllm.schedule.partition import partition_graph
-
-    torch.set_num_threads(1)
     codecs = {"forward": args.forward or "identity", "backward": args.backward or "identity"}
     config = _config(args, "")
-    job, train = prepare(config, Path.cwd()), config.train
-    graph, size = job.captured.graph, train.microbatch_size
-    symbols = dict.fromkeys(graph.symbols, size)
-    boundaries = partition_graph(graph, args.nodes, "equal-compute", symbols, costs=anchored_flops(graph, symbols))
-    pipeline = CodedPipeline(job.captured, job.optim, train.steps, boundaries, **codecs)
+    train = config.train
+    pipeline, data = open_pipeline(config, args.nodes, **codecs)
     losses = []
-    for step in range(train.steps):
-        batches = job.dataset.microbatches(step, global_batch=train.global_batch, microbatch_size=size)
-        losses.append(pipeline.train_step(step, batches))
-        print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
+    for loss in train_steps(pipeline, data, train):
+        losses.append(loss)
+        print(f"step {len(losses)}: loss {loss:.4f}", flush=True)
     sent, dense_sent = pipeline.bytes_sent()
-    val = list(job.dataset.val_batches(size, train.eval_batches))
+    val = list(data.val_batches(train.microbatch_size, train.eval_batches))
     coded, off = pipeline.mean_loss(val, coded=True), pipeline.mean_loss(val, coded=False)
-    del pipeline, job, graph  # two gigabytes and more, before the next model is built
+    num_cuts = len(pipeline.stages) - 1
+    del pipeline  # two gigabytes and more, before the next model is built
     before, dense, dense_losses = _plain(config)
     return {
-        "model": args.model.name, **codecs, "cuts": len(boundaries), "steps": train.steps,
+        "model": args.model.name, **codecs, "cuts": num_cuts, "steps": train.steps,
         "rows": train.global_batch, "seq_len": config.data.seq_len, "lr": config.optimizer.lr,
         "true_ratio": dense_sent / sent, "loss_before": before, "loss_dense": dense, "loss_coded": coded,
         "loss_codecs_off": off, "finetune_delta": coded - dense, "finetune_delta_codecs_off": off - dense,
