@@ -41,7 +41,7 @@ def test_a_link_that_slows_down_is_coded_and_dense_again_when_it_has_recovered()
     assert tuner.retune() == ()
     show(tuner, 0.1)
     (change,) = tuner.retune()
-    assert change.codecs == LinkCodecs("outlier", "tangent(hadamard)") and "seen" in change.why
+    assert change.codecs == LinkCodecs("outlier:bits=6", "tangent:bits=8(hadamard:bits=2)") and "seen" in change.why
     show(tuner, 0.1)
     assert tuner.retune() == ()
     show(tuner, 100)
@@ -66,7 +66,7 @@ def test_slower_stages_leave_a_link_more_time():
     assert change.codecs == LinkCodecs("identity", "identity") and "3e+03 s a microbatch" in change.why
     show(tuner, 0.5, 8 * 0.03)
     (change,) = tuner.retune()
-    assert change.codecs.forward == "outlier" and "0.03 s a microbatch" in change.why
+    assert change.codecs.forward == "outlier:bits=6" and "0.03 s a microbatch" in change.why
 
 
 def test_it_is_due_every_so_many_steps():
@@ -83,6 +83,6 @@ def test_what_cannot_be_is_refused(compute_s, rate):
 def test_links_may_use_the_whole_ladder_where_the_rule_is_applied_again():
     codecs = {(0, 1): LinkCodecs("int8:block=64", "int8:block=64")}
     choices = link_choices(codecs, 3, RULE)
-    assert sorted(choices) == [(0, 1), (0, 2), (1, 2)] and choices[1, 2].backward[-1] == "tangent(hadamard)"
+    assert sorted(choices) == [(0, 1), (0, 2), (1, 2)] and choices[1, 2].backward[-1] == "tangent:bits=8(hadamard:bits=2)"
     (once,) = link_choices(codecs, 3, msgspec.structs.replace(RULE, rule_every=0)).values()
     assert once.forward == once.backward == ("int8:block=64",)

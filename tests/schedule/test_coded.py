@@ -70,7 +70,7 @@ def test_a_slow_link_is_compressed_and_a_fast_one_is_not():
 
 
 @pytest.mark.parametrize(
-    ("ladder", "rung"), [(LADDER, "klt-ec:rate=1.3"), (LADDER[:4], "hadamard"), (PRETRAINED, "outlier")]
+    ("ladder", "rung"), [(LADDER, "klt-ec:rate=1.3"), (LADDER[:4], "hadamard"), (PRETRAINED, "outlier:bits=6")]
 )
 def test_a_link_in_time_goes_down_the_ladder_while_that_is_worth_the_steps(ladder, rung):
     """One microbatch, so every second on the link is waited for: 16 dense, 40 of compute."""

@@ -264,11 +264,11 @@ def moved_codecs(
     coding: Coding | None = None,
     ladder: Sequence[CodecSpec] = LADDER,
 ) -> Coded:
-    """Single directions of links that are coded moved along the ladder, as long as that makes the whole cheaper or
-    less lossy for nothing."""
+    """Single directions of links that are coded moved along the ladder, as long as that makes the whole cheaper, or
+    less lossy and not dearer than what was given."""
     loads = [load for pair in link_loads(workload, cluster, coded.placement) for load in pair]
     flat = [spec for pair in coded.codecs for spec in pair]
-    left, moving = MAX_MOVES, True
+    left, moving, limit_s = MAX_MOVES, True, coded.cost_s
     while moving and left > 0:
         moving = False
         for k, load in enumerate(loads):
@@ -282,7 +282,7 @@ def moved_codecs(
                 codecs = tuple(zip(trial[::2], trial[1::2]))
                 step_s = replay_coded(workload, cluster, coded.placement, codecs, coding).step_s
                 other = Coded(placement=coded.placement, codecs=codecs, step_s=step_s)
-                if _least((coded, other), ladder) is other:
+                if other.cost_s <= limit_s and _least((coded, other), ladder) is other:
                     coded, flat, moving = other, trial, True
     return coded
 

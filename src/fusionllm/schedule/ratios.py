@@ -18,14 +18,15 @@ LADDER = tuple(
     parse_codec(text)
     for text in ("identity", "cast", "int8:block=64", "hadamard", "klt-ec:rate=1.3", "klt-ec:rate=0.5,refresh=200")
 )
-#: Of a pretrained one: less than 4 bits forward, or a few channels cut off, lose what it knew before it can adapt.
-PRETRAINED = (*LADDER[:3], parse_codec("outlier"))
-#: What the gradients of values take that a rung codes; others take the same. `benchmarks convergence` ran these pairs.
+#: Of a pretrained one: 4 bits forward, or a few channels cut off, lose of what it knew before it can adapt.
+PRETRAINED = (*LADDER[:3], parse_codec("outlier:bits=6"))
+#: What the gradients of values take that a rung codes, never more bytes; others take the same. `benchmarks convergence`
+#: and `benchmarks finetune` ran these pairs.
 GRADIENT = {
     LADDER[3]: parse_codec("tangent(hadamard)"),
     LADDER[4]: parse_codec("tangent:bits=8(klt-ec:rate=1.1)"),
     LADDER[5]: parse_codec("tangent:bits=8(klt-ec:rate=0.355,refresh=200)"),
-    PRETRAINED[3]: parse_codec("tangent(hadamard)"),
+    PRETRAINED[3]: parse_codec("tangent:bits=8(hadamard:bits=2)"),
 }
 #: Steps more, as a share, to the same loss when one direction of one cut is coded so. From `benchmarks convergence`,
 #: three cuts both ways: losses of 0.006 and 0.047 nats where a tenth more steps gave 0.025.
