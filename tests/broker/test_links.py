@@ -83,6 +83,7 @@ def test_what_cannot_be_is_refused(compute_s, rate):
 def test_links_may_use_the_whole_ladder_where_the_rule_is_applied_again():
     codecs = {(0, 1): LinkCodecs("int8:block=64", "int8:block=64")}
     choices = link_choices(codecs, 3, RULE)
-    assert sorted(choices) == [(0, 1), (0, 2), (1, 2)] and choices[1, 2].backward[-1] == "tangent:bits=8(hadamard:bits=2)"
+    assert sorted(choices) == [(0, 1), (0, 2), (1, 2)]
+    assert choices[1, 2].backward[-1] == "tangent:bits=8(hadamard:bits=2)"
     (once,) = link_choices(codecs, 3, msgspec.structs.replace(RULE, rule_every=0)).values()
     assert once.forward == once.backward == ("int8:block=64",)
