@@ -44,8 +44,8 @@ Coding = Callable[[CodecSpec, NodeModel], CodecSpeed | None]
 KEPT_PER_SIZE = 3
 #: A plan this much cheaper is worth a lossier codec.
 WORTH = 0.01
-#: Replays that moving single links may take.
-MAX_MOVES = 400
+#: Microbatches on stages that moving single links may replay in all: about a second.
+MAX_MOVED = 50_000
 #: Parts of the busiest stage's time tried as the deadline: where memory bounds what is in flight, a link that keeps
 #: just up is still waited for.
 DEADLINES = (1.0, 0.5, 0.25, 0.1)
@@ -268,10 +268,13 @@ def moved_codecs(
     less lossy and not dearer than what was given."""
     loads = [load for pair in link_loads(workload, cluster, coded.placement) for load in pair]
     flat = [spec for pair in coded.codecs for spec in pair]
-    left, moving, limit_s = MAX_MOVES, True, coded.cost_s
+    limit_s, moving = coded.cost_s, True
+    left = MAX_MOVED // (len(coded.placement.nodes) * workload.num_microbatches)
+    slowest = sorted(range(len(loads)), key=lambda k: -loads[k].seconds(flat[k]))
     while moving and left > 0:
         moving = False
-        for k, load in enumerate(loads):
+        for k in slowest:
+            load = loads[k]
             if flat[k - k % 2] == flat[k - k % 2 + 1] == IDENTITY:
                 continue
             for spec in ladder:
