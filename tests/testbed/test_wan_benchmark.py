@@ -20,11 +20,12 @@ from benchmarks.wan_peer import HandCut, Peer, next_token_loss
 from fusionllm.capture.export import capture_module
 from fusionllm.errors import UserError
 from fusionllm.estimate.device import fit_rates
-from fusionllm.estimate.library import find_device
+from fusionllm.estimate.library import DEVICES
 from fusionllm.estimate.work import graph_work
 from fusionllm.ir.cluster import check_node_profile
 from fusionllm.ir.cuts import split_graph
 from fusionllm.schedule.partition import partition_graph
+from fusionllm.sim.devices import find_device
 from fusionllm.testbed import PipeSpec, why_unavailable
 from fusionllm.testbed.scenario import Host
 
@@ -200,10 +201,10 @@ def test_the_rates_of_a_gpu_come_back_from_its_calibration(monkeypatch):
     modelled = wan_modelled.model_of(host, [], 4.0)
     monkeypatch.setattr(wan_modelled._Here, "modelled", modelled, raising=False)
     profile = check_node_profile(wan_modelled.calibrate("cpu"))
-    fitted, wanted = fit_rates(profile.samples), find_device("RTX 4090").rates("float32")
+    fitted, wanted = fit_rates(profile.samples), find_device("RTX 4090", DEVICES).rates("float32")
     assert fitted.matmul == pytest.approx(wanted.matmul / 4, rel=1e-3)
     assert fitted.bytes_per_s == pytest.approx(wanted.bytes_per_s / 4, rel=1e-3)
-    assert profile.memory_bytes == find_device("RTX 4090").usable_bytes
+    assert profile.memory_bytes == find_device("RTX 4090", DEVICES).usable_bytes
 
 
 def test_modelled_nodes_import_no_torch(tmp_path):
