@@ -13,7 +13,7 @@ from fusionllm.compress import CODECS, WRAPPERS
 from fusionllm.ir.codec import FORMATS
 
 every_codec = pytest.mark.parametrize("case", CASES, ids=str)
-few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 SEEDS = st.integers(0, 2**31)
 
 

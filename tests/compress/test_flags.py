@@ -29,7 +29,7 @@ def geometric(seed: int, rows: int, shares: list[float]) -> np.ndarray:
     st.lists(st.floats(0, 0.99), max_size=12),
     st.sampled_from([1, 9, MAX_MAGNITUDE]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_integers_come_back(seed: int, rows: int, shares: list[float], limit: int) -> None:
     codes = geometric(seed, rows, shares) if shares else np.zeros((rows, 0), np.int64)
     codes = np.clip(codes, -limit, limit)
@@ -49,7 +49,7 @@ def test_integers_take_little_more_than_their_entropy() -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 6), st.binary(max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_bytes_are_integers_or_refused(seed: int, rows: int, columns: int, noise: bytes) -> None:
     rng = np.random.default_rng(seed)
     codes = geometric(seed, rows, [0.4] * columns)

@@ -28,7 +28,7 @@ def test_published_values(counter, key, result):
     assert tuple(int(w) for w in philox.philox(np.array([counter], np.uint32), key)[0]) == result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     key=st.integers(0, (1 << 63) - 1),
     count=st.integers(0, 70_000),

@@ -176,7 +176,7 @@ def places_of(kind: str) -> list[int]:
 PLACES = places_of("dropout")
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(cut=st.lists(st.sampled_from(PLACES), min_size=1, max_size=5, unique=True).map(sorted))
 def test_any_boundaries_at_all_equal_a_plain_loop(cut):
     optim = OptimConfig(lr=1e-2)
@@ -185,7 +185,7 @@ def test_any_boundaries_at_all_equal_a_plain_loop(cut):
     assert [loss for step in range(2) for loss in chain.step(step, batches)] == plain(model, batches, optim, 2, 7)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     config=st.builds(
         OptimConfig,

@@ -125,10 +125,12 @@ def test_links_that_went_dense_for_the_models_sake_stay_so_after_a_resume(tmp_pa
 
 def test_tied_gradients_by_a_codec_keep_the_copies_equal_and_their_loss_comes_later(tmp_path):
     """Both holders add up what was sent; a resumed run has what was held back."""
-    config = config_of(tmp_path, tied="ef(powersgd:rank=2)")
+    config = config_of(tmp_path, tied_codec="ef(powersgd:rank=2)")
     tying = {**config.model.config, "tie_word_embeddings": True}
     config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, config=tying))
-    dense = msgspec.structs.replace(config, compression=msgspec.structs.replace(config.compression, tied="identity"))
+    dense = msgspec.structs.replace(
+        config, compression=msgspec.structs.replace(config.compression, tied_codec="identity")
+    )
     config = msgspec.structs.replace(
         config,
         run=msgspec.structs.replace(config.run, name="whole"),

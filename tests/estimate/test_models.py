@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from tests.strategies import dataflows
 
@@ -69,7 +69,6 @@ def test_work_of_a_small_network_by_hand():
         memory_of([first], "lion")
 
 
-@settings(deadline=None)
 @given(dataflows())
 def test_work_agrees_with_the_flops_and_parameters_of_the_graph(graph):
     try:

@@ -18,7 +18,7 @@ from fusionllm.ir.tensor import TensorSpec
 from fusionllm.ir.text import graph_to_text, parse_graph
 from fusionllm.ir.verify import verify_graph
 
-some = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+some = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 SPEC = TensorSpec("float32", ("B", 4))
 NAME, SCHEMA = next((n, s) for n, s in sorted(OPS.items()) if not s.rng and s.num_required >= 1)
 RANDOM = next((n for n, s in sorted(OPS.items()) if s.rng), "")

@@ -6,7 +6,7 @@ import contextlib
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.strategies import plans
 
@@ -17,7 +17,6 @@ from fusionllm.ir.program import Action, StageProgram, parse_program, verify_pro
 from fusionllm.ir.tensor import TensorSpec
 
 
-@settings(deadline=None)
 @given(plans())
 def test_a_plan_comes_back_from_its_text_and_json(plan):
     verify_plan(plan)
@@ -25,7 +24,6 @@ def test_a_plan_comes_back_from_its_text_and_json(plan):
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
 
 
-@settings(deadline=None)
 @given(plans(), st.data())
 def test_a_torn_plan_is_a_graph_error_or_a_plan(plan, data):
     text = plan_to_text(plan)

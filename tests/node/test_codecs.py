@@ -43,7 +43,7 @@ def ends() -> tuple[StageCodecs, StageCodecs]:
     return StageCodecs({1: CHOICE}), StageCodecs({0: CHOICE})
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=st.integers(1, 5), width=st.sampled_from([8, 64]), order=st.permutations(range(3)))
 def test_gradients_find_their_activation_whatever_the_order_of_microbatches(rows, width, order):
     first, second = ends()
@@ -170,7 +170,7 @@ def test_a_gradient_without_its_activation_is_refused():
         first.decode(1, header("gradient", torch.zeros(4, 64), codec), data)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_damaged_payloads_are_refused_or_decoded_to_the_declared_shape(data):
     first, second = ends()

@@ -115,7 +115,7 @@ sizes = st.one_of(st.integers(0, 40), st.sampled_from([1039, 1040, 1041, 2500, 4
 messages = st.lists(st.tuples(st.booleans(), sizes, st.integers(0, 2)), max_size=12)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(messages, st.integers(0, 1 << 32), st.integers(0, 12))
 def test_everything_arrives_once_and_whole_over_random_cuts(sends, seed, num_cuts):
     rng, pair = random.Random(seed), Pair()

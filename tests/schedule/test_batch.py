@@ -18,7 +18,7 @@ from fusionllm.schedule.tables import Point, Tables
 from fusionllm.schedule.timeline import replay
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(instances(4, 8), st.sampled_from(sorted(PIPELINES)), st.data())
 def test_batch_and_timeline_agree_and_keep_the_bounds(instance, pipeline, data):
     workload, cluster = instance
@@ -40,7 +40,7 @@ def test_batch_and_timeline_agree_and_keep_the_bounds(instance, pipeline, data):
     assert bound <= step_s * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(instances(3, 5), st.data())
 def test_a_faster_device_or_link_never_makes_the_best_plan_slower(instance, data):
     workload, cluster = instance
@@ -55,7 +55,7 @@ def test_a_faster_device_or_link_never_makes_the_best_plan_slower(instance, data
     assert plan_placement(workload, better)[0].step_s <= before * 1.03
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(instances(4, 7), st.randoms(use_true_random=False))
 def test_the_order_and_names_of_nodes_change_nothing(instance, rng):
     workload, cluster = instance
@@ -72,7 +72,7 @@ def test_the_order_and_names_of_nodes_change_nothing(instance, rng):
     )
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(instances(10, 12), st.randoms(use_true_random=False))
 def test_names_change_nothing_where_the_plan_is_found_by_search(instance, rng):
     workload, cluster = instance

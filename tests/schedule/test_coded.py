@@ -35,7 +35,7 @@ def wide(workload):
     return msgspec.structs.replace(workload, cuts=cuts, wire_dtype="float32", widths=(256,) * len(cuts))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(instances(3, 6), st.sampled_from(["deadline", "uniform-topk", "adatopk-paper", ""]))
 def test_codecs_only_help_when_they_cost_no_time(instance, rule):
     workload, cluster = wide(instance[0]), instance[1]

@@ -41,7 +41,7 @@ def limited(draw, max_nodes: int, max_ops: int):
     return workload, msgspec.structs.replace(cluster, nodes=tuple(nodes), pins=pins, owner=owner)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(limited(4, 8), st.data())
 def test_batch_and_replay_agree_on_limits(instance, data):
     workload, cluster = instance
@@ -65,7 +65,7 @@ def test_batch_and_replay_agree_on_limits(instance, data):
     assert line.step_s >= line.feed_s == feed_seconds(workload, cluster, placement)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(limited(3, 6))
 def test_the_planner_keeps_limits_and_stays_near_the_oracle(instance):
     workload, cluster = instance

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.strategies import dataflows
 
@@ -27,7 +27,6 @@ def stage_costs(boundaries, costs):
     return [sum(costs[a:b]) for a, b in zip(edges, edges[1:])]
 
 
-@settings(deadline=None)
 @given(chains(), st.sampled_from(sorted(PARTITIONERS)), st.data())
 def test_any_count_up_to_the_operators_is_valid(chain, name, data):
     cuts, costs = chain
@@ -40,7 +39,6 @@ def test_any_count_up_to_the_operators_is_valid(chain, name, data):
         PARTITIONERS[name](cuts, costs, len(cuts) + 2)
 
 
-@settings(deadline=None)
 @given(chains(max_ops=9), st.integers(2, 5))
 def test_the_largest_stage_is_least_or_within_the_window(chain, num_stages):
     cuts, costs = chain
@@ -83,7 +81,6 @@ def test_a_large_graph_is_partitioned():
     assert len(equal_compute(cuts, costs, 1000)) == 999
 
 
-@settings(deadline=None)
 @given(dataflows(), st.data())
 def test_a_graph_is_partitioned_and_split(drawn, data):
     num_stages = data.draw(st.integers(1, len(list_cuts(drawn, {"B": 2})) + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionllm.errors import PlanError, UserError
@@ -31,7 +31,6 @@ def most_in_flight(program) -> int:
 
 
 @every_pipeline
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 30))
 def test_programs_finish_and_read_back(name, num_stages, num_microbatches):
     programs = build_programs(name, num_stages, num_microbatches)
@@ -43,7 +42,6 @@ def test_programs_finish_and_read_back(name, num_stages, num_microbatches):
         assert most_in_flight(program) == min(depth, num_microbatches)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 30))
 def test_evaluation_is_forward_only(num_stages, num_microbatches):
     programs = [forward_only(stage_index, num_stages, num_microbatches) for stage_index in range(num_stages)]
@@ -74,7 +72,6 @@ def random_costs(draw, count):
     return stages, links
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 24), st.data())
 def test_zero_bubble_keeps_every_dependency_and_its_cap(num_stages, num_microbatches, data):
     programs = build_programs("zb-h1", num_stages, num_microbatches)
@@ -89,7 +86,6 @@ def test_zero_bubble_keeps_every_dependency_and_its_cap(num_stages, num_microbat
     assert sum(line.busy_s) == pytest.approx(sum(plain.busy_s))
 
 
-@settings(deadline=None)
 @given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 24), st.data())
 def test_interleaved_keeps_every_dependency_and_its_cap(num_nodes, chunks, num_microbatches, data):
     name, num_stages = f"1f1b-interleaved:{chunks}", num_nodes * chunks
@@ -156,7 +152,6 @@ def test_programs_as_people_read_them():
     assert str(last) == "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1UPDATE"
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 30))
 def test_chosen_depths_are_kept_and_read_back(drawn, num_microbatches):
     depths = sorted(drawn, reverse=True)

@@ -62,7 +62,7 @@ def instances(draw, max_nodes: int, max_ops: int):
     return make_workload(flops, cut_bytes, draw(st.integers(1, 12))), cluster
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(instances(3, 6))
 def test_near_the_oracle_and_never_above_a_baseline(instance):
     workload, cluster = instance
@@ -75,7 +75,7 @@ def test_near_the_oracle_and_never_above_a_baseline(instance):
             assert ranked[0].step_s <= baseline.step_s
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(instances(6, 10), st.floats(0.01, 100))
 def test_scaling_all_rates_scales_the_step(instance, factor):
     workload, cluster = instance
@@ -89,7 +89,7 @@ def test_scaling_all_rates_scales_the_step(instance, factor):
     assert after * factor == pytest.approx(before, rel=0.05)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(instances(4, 10), st.sampled_from(["zb-h1", "1f1b-interleaved", "1f1b-interleaved:3"]))
 def test_schedules_that_are_only_simulated_are_planned_too(instance, name):
     workload, cluster = instance
@@ -130,7 +130,7 @@ def test_a_slow_far_node_is_left_out():
     assert sorted(best.placement.nodes) == [0, 2]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(instances(8, 12))
 def test_no_node_by_itself_is_faster_than_the_plan(instance):
     workload, cluster = instance
@@ -173,7 +173,7 @@ def test_every_fence_by_itself_is_a_candidate_even_where_the_search_misses_it(mo
     assert best.placement in propose(workload, cluster, [2.0, 1.0])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(instances(6, 12))
 def test_no_step_is_shorter_than_what_bounds_a_fence(instance):
     workload, cluster = instance
@@ -194,7 +194,7 @@ def test_memory_and_missing_links_bind():
         plan_placement(workload, make_cluster([], 0))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(instances(3, 6), st.sampled_from([0.125, 0.5, 4.0]))
 def test_scaling_all_times_scales_the_best_plan_exactly(instance, factor):
     workload, cluster = instance

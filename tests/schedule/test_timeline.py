@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionllm.errors import PlanError
@@ -31,7 +31,6 @@ def cases(draw):
     return programs, stages, links
 
 
-@settings(deadline=None)
 @given(cases(), st.floats(0.1, 10))
 def test_bounds_and_scaling(case, factor):
     programs, stages, links = case
@@ -56,7 +55,6 @@ def test_bounds_and_scaling(case, factor):
     assert replay(programs, slow, slower).step_s == pytest.approx(line.step_s * factor)
 
 
-@settings(deadline=None)
 @given(cases())
 def test_the_critical_path_adds_up_to_the_step(case):
     programs, stages, links = case
@@ -80,7 +78,6 @@ def test_the_critical_path_by_hand():
     assert line.with_feed(20.0).critical_path() == [("owner's line", 20.0)]
 
 
-@settings(deadline=None)
 @given(cases(), st.data())
 def test_a_faster_device_or_link_is_never_slower(case, data):
     programs, stages, links = case

@@ -33,7 +33,7 @@ def test_a_still_world_keeps_what_the_plan_promised():
     assert found.losses == found.redone == 0 and found.plans == 1 and found.idle_s == 0
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(st.integers(0, 1 << 32), st.sampled_from([0.0, 100.0, 1000.0]), st.integers(0, 4))
 def test_a_seed_is_a_world_and_the_clock_adds_up(seed, loss_every_s, replan_every):
     world = WorldOptions(

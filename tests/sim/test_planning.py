@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -145,7 +145,6 @@ nested = st.lists(leaves, max_size=3) | st.dictionaries(st.text(max_size=6), lea
 json_values = leaves | nested | st.lists(nested, max_size=3) | st.dictionaries(st.text(max_size=6), nested, max_size=3)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["fence", "node", "device", "link", "otherwise", "pin", "owner", "goodput", "name"]), json_values
 )

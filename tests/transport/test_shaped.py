@@ -166,7 +166,7 @@ def test_a_shape_that_lets_nothing_through_is_refused():
     run_virtual(work)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 30_000), max_size=6), st.integers(200, 20_000), st.integers(0, 1 << 32))
 def test_endpoints_survive_wires_cut_at_any_byte(cuts, step_bytes, seed):
     rng = random.Random(seed)

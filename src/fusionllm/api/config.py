@@ -92,7 +92,7 @@ class CompressionTable(_Table, frozen=True, kw_only=True):
     Attributes:
         forward: codec of activations. backward: of their gradients.
         links: ``slow``: between fences; ``all``.
-        tied: codec of gradients that stages which share a parameter exchange, such as ``ef(powersgd)``.
+        tied_codec: codec of gradients that stages which share a parameter exchange, such as ``ef(powersgd)``.
         rule: choose the codec of each link instead, from what was measured: ``deadline`` (just enough that no link is
             waited for), ``adatopk-paper`` or ``uniform-topk`` (with ``ratio``).
         floor: the most lossy codec that ``deadline`` may choose; empty: by whether the model begins at random.
@@ -105,7 +105,7 @@ class CompressionTable(_Table, frozen=True, kw_only=True):
     forward: str = "identity"
     backward: str = "identity"
     links: Literal["slow", "all"] = "slow"
-    tied: str = "identity"
+    tied_codec: str = "identity"
     rule: str = ""
     ratio: float = 100.0
     floor: str = ""
@@ -374,7 +374,7 @@ def _check_values(config: RunConfig) -> None:
             f"cluster.nodes = {cluster.nodes}; give the nodes of each fence, so that they add up to cluster.nodes"
         )
     _check_compression(config.compression)
-    _check_tied(config.compression.tied, train)
+    _check_tied(config.compression.tied_codec, train)
     config.fence_links()
     names, fences = [line.fence for line in config.fence_lines()], sorted(set(config.fence_names()))
     for index, name in enumerate(names):
@@ -399,18 +399,18 @@ def _check_tied(text: str, train: TrainTable) -> None:
     try:
         spec = parse_codec(text)
     except UserError as error:
-        raise UserError(f"compression.tied = {text!r}: {error}") from None
+        raise UserError(f"compression.tied_codec = {text!r}: {error}") from None
     if spec == IDENTITY:
         return
     if spec.name != "ef" or spec.needs_reference or spec.core.name.startswith("klt"):
         raise UserError(
-            f"compression.tied is {text!r}; what it loses must come later and no message may lean on another: "
+            f"compression.tied_codec is {text!r}; what it loses must come later and no message may lean on another: "
             "use ef(powersgd), ef(topk:ratio=100), ef(hadamard) or the like"
         )
     if train.tied != "step" or train.precision == "float16":
         raise UserError(
-            f"compression.tied is {text!r}, train.tied {train.tied!r}, train.precision {train.precision!r}: error "
-            "feedback adds up one gradient a step of one scale; use train.tied = 'step' and another precision"
+            f"compression.tied_codec is {text!r}, train.tied {train.tied!r}, train.precision {train.precision!r}: "
+            "error feedback adds up one gradient a step of one scale; use train.tied = 'step' and another precision"
         )
 
 

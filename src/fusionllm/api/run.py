@@ -248,7 +248,7 @@ class Run:
                 forward=config.compression.forward,
                 backward=config.compression.backward,
                 links=config.compression.links,
-                tied=config.compression.tied,
+                tied=config.compression.tied_codec,
                 rule=config.compression.rule,
                 ratio=config.compression.ratio,
                 floor=config.compression.floor or default_floor(pretrained=not job.source.from_scratch),

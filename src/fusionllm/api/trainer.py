@@ -102,9 +102,9 @@ class Trainer:
         """Where the model is cut and what the links' codecs are, by stage: what codecs' state belongs to."""
         boundaries, table = list(self._planned.plan.boundaries), self._config.compression
         if table.rule == "deadline" and table.rule_every:  # any link may use any codec of the ladder
-            return {"boundaries": boundaries, "floor": table.floor, "tied": table.tied}
+            return {"boundaries": boundaries, "floor": table.floor, "tied": table.tied_codec}
         links = {"->".join(map(str, self._ends(k))): [c.forward, c.backward] for k, c in self._planned.codecs.items()}
-        return {"boundaries": boundaries, "links": links, "tied": table.tied}
+        return {"boundaries": boundaries, "links": links, "tied": table.tied_codec}
 
     def _ends(self, link: str) -> tuple[int, int]:
         """Stages of a link ``"a->b"``."""
