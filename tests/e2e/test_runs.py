@@ -135,6 +135,17 @@ def test_ctrl_c_keeps_a_checkpoint_and_resume_equals_an_uninterrupted_run(tiny, 
     train(tiny, tmp_path, "--name", "cut", "--resume", "--set", "train.steps=40")
     lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
     assert losses(lines) == losses(whole)
+    process = start(tiny, tmp_path, "--name", "cut", "--resume", "--set", "train.steps=40")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err.endswith(
+        "error: run 'cut' has its 40 steps; to go on raise train.steps (--set train.steps=N)\n"
+    )
+    assert len(list((tmp_path / "cut" / "checkpoints").glob("step-*40*"))) == 1
+
+
+def test_a_models_own_config_is_not_the_runs():
+    with pytest.raises(UserError, match="goes with its source: model="):
+        fusionllm.train("gpt2", config={"n_layer": 2})
 
 
 def test_no_node_outlives_its_parent_killed(tiny, tmp_path):

@@ -18,7 +18,7 @@ def test_layout(tmp_path):
     run = RunDir.create(tmp_path, "first")
     run.write_config("a = 1\n")
     run.write_config("a = 2\n")
-    assert run.config.read_text() == "a = 2\n"
+    assert run.config.read_text() == "a = 2\n" and run.config.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in run.path.iterdir()] == ["config.toml"]
     paths = (run.metrics, run.tensorboard, run.loss_curve, run.summary, run.checkpoints)
     assert [p.name for p in paths] == ["metrics.jsonl", "tb", "loss.png", "summary.json", "checkpoints"]
@@ -28,6 +28,9 @@ def test_an_existing_run_is_not_written_over(tmp_path):
     run = RunDir.create(tmp_path, "first")
     assert RunDir.create(tmp_path, "first") == run  # still empty: nothing would be lost
     run.write_config("")
+    with pytest.raises(UserError, match=r"run 'first' exists in .* without a checkpoint; choose another"):
+        RunDir.create(tmp_path, "first")
+    (run.checkpoints / "step-1").mkdir(parents=True)
     with pytest.raises(UserError, match=r"run 'first' exists in .*; resume it, choose another name, or remove"):
         RunDir.create(tmp_path, "first")
     assert RunDir.create(tmp_path, "first", resume=True) == run

@@ -25,7 +25,7 @@ from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLine, FenceLink, LinkShape, parse_ticket
 from fusionllm.schedule.partition import PARTITIONERS, SURVEYED
 from fusionllm.schedule.pipeline import find_pipeline
-from fusionllm.schedule.ratios import check_rule
+from fusionllm.schedule.ratios import DEADLINE, check_rule
 from fusionllm.store.dataset import DataConfig
 from fusionllm.telemetry.sinks import SINKS
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s
@@ -376,6 +376,7 @@ def _check_values(config: RunConfig) -> None:
     _check_compression(config.compression)
     _check_tied(config.compression.tied_codec, train)
     config.fence_links()
+    _check_one_fence(config)
     names, fences = [line.fence for line in config.fence_lines()], sorted(set(config.fence_names()))
     for index, name in enumerate(names):
         if name not in fences and not cluster.broker:
@@ -392,6 +393,21 @@ def _check_values(config: RunConfig) -> None:
             f"{train.microbatch_size} makes {config.num_microbatches} for {cluster.nodes} nodes, some of which would "
             f"idle all the time; set train.global_batch to {cluster.nodes * train.microbatch_size} or more, or "
             f"cluster.nodes (--nodes) to {config.num_microbatches}"
+        )
+
+
+def _check_one_fence(config: RunConfig) -> None:
+    """Nothing that lies between fences, where several nodes are local and in one."""
+    if config.cluster.broker or config.cluster.nodes == 1 or len(set(config.fence_names())) > 1:
+        return
+    fix = "set cluster.fences to the nodes of each, e.g. [2, 2] for 4 nodes"
+    if config.cluster.slow_link.bandwidth:
+        raise UserError(f"cluster.slow_link lies between fences, and all nodes are in one; {fix}")
+    table = config.compression
+    if table.links == "slow" and {table.forward, table.backward} != {str(IDENTITY)}:
+        raise UserError(
+            f"compression.forward and backward are for links between fences, and all nodes are in one; {fix}, or "
+            "compression.links = 'all'"
         )
 
 
@@ -421,8 +437,11 @@ def _check_compression(table: CompressionTable) -> None:
         raise UserError(f"compression.band is {table.band}; it must be at least 0")
     if table.rule_every < 0:
         raise UserError(f"compression.rule_every is {table.rule_every}; it is a number of steps, 0 for never")
+    try:
+        check_rule(table.rule or DEADLINE, table.ratio, table.floor)
+    except UserError as error:
+        raise UserError(f"compression.{error}") from None
     if table.rule:
-        check_rule(table.rule, table.ratio, table.floor)
         if {table.forward, table.backward} != {str(IDENTITY)}:
             raise UserError(
                 f"compression.rule is {table.rule!r} and a codec is set for forward or backward; choose one of them"

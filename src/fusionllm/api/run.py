@@ -24,7 +24,7 @@ from fusionllm.api.owner import OwnerLink
 from fusionllm.api.trainer import State, Trainer
 from fusionllm.capture.options import check_context, check_source, written_context
 from fusionllm.compute import ComputeOptions
-from fusionllm.errors import FusionError
+from fusionllm.errors import FusionError, UserError
 from fusionllm.ir.graph import encode_graph
 from fusionllm.ir.plan import Plan
 from fusionllm.protocol import messages as m
@@ -212,7 +212,11 @@ class Run:
             return State(job.weights(), {}), 0
         checkpoint = load_checkpoint(run_dir.checkpoints)
         checkpoint.require(graph_hash=job.graph_hash, data_fingerprint=job.dataset.fingerprint)
-        manifest = checkpoint.manifest
+        manifest, steps = checkpoint.manifest, job.config.train.steps
+        if manifest.step >= steps:
+            raise UserError(
+                f"run {run_dir.path.name!r} has its {steps} steps; to go on raise train.steps (--set train.steps=N)"
+            )
         initial, saved = job.weights(), manifest.weights  # each is read when a stage wants it
         weights = Reading([*initial], lambda n: checkpoint.read_weight(n) if n in saved else initial[n])
         self._history = (

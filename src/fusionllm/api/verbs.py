@@ -60,6 +60,11 @@ def train(
     """
     if not (model is None or isinstance(model, (str, Mapping)) or hasattr(model, "named_parameters")):
         raise UserError(f"model is a {type(model).__name__}; give an nn.Module, a source such as 'gpt2', or a table")
+    if isinstance(config, Mapping):
+        raise UserError(
+            "config is a table; it is the path of a run's TOML. A model's own config goes with its source: "
+            'model={"source": "gpt2", "config": {"n_layer": 2}}'
+        )
     path = None if config is None or isinstance(config, RunConfig) else Path(config)
     given = {"model": model, "data": data}
     options |= {table: value for table, value in given.items() if isinstance(value, Mapping)}

@@ -6,6 +6,7 @@ A graph that is captured already needs no torch; a run's TOML is captured first.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,9 @@ from fusionllm.sim.cluster import ClusterSpec, build_cluster, device_rates
 from fusionllm.sim.codecs import CodedReport, plan_codecs
 from fusionllm.sim.study import Study, best_plan, study
 from fusionllm.units import format_bandwidth, format_duration, format_num_bytes
+
+#: Columns where there is no terminal to fit: nothing is cut off in a file or a pipe.
+_WIDE = 200
 
 
 def read_graph(path: Path) -> OpGraph:
@@ -99,7 +103,7 @@ def _print_all(studies: dict[str, Study], as_json: bool) -> None:
         changed = {text: msgspec.to_builtins(found) for text, found in studies.items() if text}
         print(json.dumps({**msgspec.to_builtins(studies[""]), "what_if": changed}))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     print_study(console, studies[""])
     for text, found in studies.items():
         if text:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from fusionllm.errors import PlanError, UserError
+from fusionllm.errors import PlanError, UserError, known_names
 from fusionllm.ir.codec import IDENTITY, CodecSpec, CodecSpeed, codec_spec, expected_num_bytes, fit_codec, parse_codec
 
 #: Dense first, then smaller and smaller on the wire; loss grows along it. Of a model that begins at random.
@@ -100,7 +100,8 @@ def deadline(
 
 Rule = Callable[[Sequence[LinkLoad], float], list[CodecSpec]]
 #: Rules by name. The number is the ratio, or the deadline in seconds.
-RATIO_RULES: dict[str, Rule] = {"adatopk-paper": adatopk_paper, "uniform-topk": uniform_topk, "deadline": deadline}
+DEADLINE = "deadline"
+RATIO_RULES: dict[str, Rule] = {"adatopk-paper": adatopk_paper, "uniform-topk": uniform_topk, DEADLINE: deadline}
 
 
 def choose_codecs(rule: str, loads: Sequence[LinkLoad], number: float) -> list[CodecSpec]:
@@ -128,7 +129,7 @@ def ladder_to(floor: str) -> tuple[CodecSpec, ...]:
 def check_rule(name: str, ratio: float, floor: str) -> None:
     """Raises UserError for a rule, ratio or floor that is not one; an empty floor is left to the model."""
     if name not in RATIO_RULES:
-        raise UserError(f"unknown ratio rule {name!r}; known: {', '.join(RATIO_RULES)}")
+        raise UserError(f"rule is {name!r}; {known_names(name, RATIO_RULES)}")
     if not 1 <= ratio < float("inf"):
         raise UserError(f"ratio is {ratio}; it must be at least 1 and finite")
     if floor:

@@ -101,8 +101,9 @@ class RunDir:
         return cls(root / name)
 
     def write_config(self, text: str) -> None:
-        """Save the resolved configuration, TOML."""
+        """Save the resolved configuration, TOML; for the user's eyes only, as a ticket may be in it."""
         write_atomic(self.config, text.encode())
+        self.config.chmod(0o600)
 
 
 def _make_named(root: Path, name: str) -> Path:
@@ -111,9 +112,9 @@ def _make_named(root: Path, name: str) -> Path:
         path.mkdir()
     except FileExistsError:
         if not path.is_dir() or any(path.iterdir()):
-            raise UserError(
-                f"run {name!r} exists in {root}; resume it, choose another name, or remove {path}"
-            ) from None
+            begun = any(path.glob("checkpoints/*"))
+            way = "exists in {}; resume it," if begun else "exists in {} without a checkpoint;"
+            raise UserError(f"run {name!r} {way.format(root)} choose another name, or remove {path}") from None
     return path
 
 

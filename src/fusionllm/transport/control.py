@@ -17,6 +17,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage
+from websockets.frames import CloseCode
 
 from fusionllm.errors import AdmissionError, LinkBroken, LinkClosed, RemoteProtocolError, UserError
 from fusionllm.protocol.messages import (
@@ -74,6 +75,8 @@ class ControlChannel:
 
 def _reason(error: ConnectionClosed) -> str:
     frame = error.rcvd or error.sent
+    if frame is not None and frame.code == CloseCode.GOING_AWAY:
+        return "it was stopped there"
     return frame.reason or f"code {frame.code}" if frame is not None else "the connection dropped"
 
 
