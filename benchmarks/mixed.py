@@ -3,6 +3,8 @@
 Real node processes that joined a broker; the JAX node has no torch at all. The reference is the eager model with
 torch's AdamW on the same microbatches. Every loss of every step is compared. Then the same run of one model once more:
 its JAX node is killed midway and a torch node takes over its stage from the last checkpoint.
+
+``--images FOLDER``: a small ResNet in float64 too, on the images that `benchmarks vision` takes as its ``--data``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks import vision
 from benchmarks.plain import plain_steps
 
 GPT2 = {
@@ -36,8 +39,9 @@ MODELS = {
         },
     ),
 }  # fmt: skip
-#: Those that are made here.
-MADE = ("qwen3", "lora-gpt2")
+#: Those that are made here; the last one with ``--images``.
+RESNET = "resnet"
+MADE = ("qwen3", "lora-gpt2", RESNET)
 TORCH_PACKAGES = ("torch", "functorch", "safetensors", "transformers", "peft", "accelerate", "nvidia", "triton")
 
 
@@ -59,6 +63,24 @@ def lora_gpt2() -> Any:
 
     model = GPT2LMHeadModel(GPT2Config(**GPT2, vocab_size=256))
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def resnet() -> Any:
+    """Batch norm throughout, in float64: in float32 its statistics amplify rounding from step to step."""
+    return vision.small_resnet().double()
+
+
+class WideImages(vision.Images):
+    """Pixels in float64."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        return row | {"pixel_values": row["pixel_values"].astype("float64")}
+
+
+def image_rows() -> vision.Images:
+    """Fashion-MNIST, the ``python:`` source of the ResNet's run."""
+    return vision.train_rows(WideImages)
 
 
 def site_without_torch(folder: Path) -> Path:
@@ -149,11 +171,14 @@ def mixed_config(root: Path, ticket: str, model: str, *, nodes: int, steps: int,
     made = {"source": f"python:benchmarks.mixed:{model.replace('-', '_')}"}
     source, shape = MODELS.get(model, ("", {}))
     text = Path(__file__).parents[1] / "examples" / "data" / "shakespeare.txt"
+    data: dict[str, Any] = {"source": str(text), "tokenizer": "bytes", "seq_len": 32}
+    if model == RESNET:
+        data = {"source": "python:benchmarks.mixed:image_rows", "val_fraction": 0.001}
     return build_config(
         {
             "run": {"root": str(root), "seed": 3, "base_dir": str(root)},
             "model": made if model in MADE else {"source": source, "config": {**shape, "vocab_size": 256}},
-            "data": {"source": str(text), "tokenizer": "bytes", "seq_len": 32},
+            "data": data,
             "train": {"steps": steps, "global_batch": 8, "microbatch_size": 2, "pipeline": "1f1b", "eval_batches": 1},
             "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "warmup_steps": 5, "clip_norm": 1.0},
             "cluster": {"broker": ticket, "nodes": nodes, "threads": 1},
@@ -217,10 +242,15 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument(
         "--takeover-steps", type=int, default=20, help="of the run whose second node is killed; 0: none"
     )
+    parser.add_argument("--images", type=Path, help="of Fashion-MNIST, for a small ResNet in float64")
     args = parser.parse_args(argv)
+    if args.images:
+        os.environ[vision.FOLDER] = str(args.images.resolve())
+    elif RESNET in (args.model or ()):
+        raise SystemExit("--model resnet needs --images FOLDER, see python -m benchmarks vision --help")
     torch.set_num_threads(1)
     rows = []
-    for model in args.model or [*MODELS, *MADE]:
+    for model in args.model or [name for name in (*MODELS, *MADE) if args.images or name != RESNET]:
         with tempfile.TemporaryDirectory() as name, MixedCluster(args.nodes, Path(name) / "nodes") as ticket:
             root = Path(name)
             config = mixed_config(root, ticket, model, nodes=len(args.nodes), steps=args.steps)

@@ -37,9 +37,9 @@ class Images:
         return {"pixel_values": pixels[None], "labels": self._labels[index]}
 
 
-def train_rows() -> Images:
-    """60,000 images."""
-    return _read("train")
+def train_rows(kind: type[Images] = Images) -> Images:
+    """60,000 images, as ``Images`` or a kind of them."""
+    return _read("train", kind)
 
 
 def test_rows() -> Images:
@@ -47,9 +47,9 @@ def test_rows() -> Images:
     return _read("t10k")
 
 
-def _read(which: str) -> Images:
+def _read(which: str, kind: type[Images] = Images) -> Images:
     folder = Path(os.environ[FOLDER])
-    return Images(_idx(folder / f"{which}-images-idx3-ubyte.gz"), _idx(folder / f"{which}-labels-idx1-ubyte.gz"))
+    return kind(_idx(folder / f"{which}-images-idx3-ubyte.gz"), _idx(folder / f"{which}-labels-idx1-ubyte.gz"))
 
 
 def _idx(path: Path) -> np.ndarray:
