@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 # An example's time is the machine's, which may be busy; how long all may take is the runner's to say.
-settings.register_profile("no deadline")
+settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 #: Before Python 3.11 asyncio's own TLS transport forgets to close itself after a broken wire.
