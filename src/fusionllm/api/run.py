@@ -90,16 +90,25 @@ def check_files(config: RunConfig, base_dir: Path, named_model: bool) -> None:
         check_context(data.seq_len, written_context(config.model, base_dir))
 
 
+def _check_unfinished(run_dir: RunDir, num_steps: int) -> None:
+    """Before nodes start: a run that has all its steps is not resumed. Raises UserError."""
+    if max((step for step, _ in list_checkpoints(run_dir.checkpoints)), default=0) >= num_steps:
+        raise UserError(
+            f"run {run_dir.name!r} has its {num_steps} steps; to go on raise train.steps (--set train.steps=N)"
+        )
+
+
 def describe_plan(planned: m.Planned) -> list[str]:
     """What measuring came to, in lines: the predicted step beside other plans', and what travels coded."""
     if not planned.predicted_step_s:
         return []
     others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in planned.others.items())
-    fences = ["fences found by their links: " + " | ".join(map(", ".join, planned.found_fences))]
+    found = " | ".join(map(", ".join, planned.found_fences))
+    fences = [f"fences found by their links: {found}"] if found else []
     links = [f"{link}: {codecs.forward}, back {codecs.backward}" for link, codecs in planned.codecs.items()]
     return [
         f"predicted {planned.predicted_step_s:.3g} s a step (by other plans: {others})",
-        *fences * bool(planned.found_fences),
+        *fences,
         *links,
     ]
 
@@ -141,6 +150,7 @@ class Run:
         root = Path(config.run.root)
         root_is_new = not root.exists()
         run_dir = RunDir.create(root, config.run.name or None, config.run.resume)
+        _check_unfinished(run_dir, config.train.steps)
         training = False
         try:
             with self._interrupt.listening(), ExitStack() as stack:
@@ -212,11 +222,7 @@ class Run:
             return State(job.weights(), {}), 0
         checkpoint = load_checkpoint(run_dir.checkpoints)
         checkpoint.require(graph_hash=job.graph_hash, data_fingerprint=job.dataset.fingerprint)
-        manifest, steps = checkpoint.manifest, job.config.train.steps
-        if manifest.step >= steps:
-            raise UserError(
-                f"run {run_dir.path.name!r} has its {steps} steps; to go on raise train.steps (--set train.steps=N)"
-            )
+        manifest = checkpoint.manifest
         initial, saved = job.weights(), manifest.weights  # each is read when a stage wants it
         weights = Reading([*initial], lambda n: checkpoint.read_weight(n) if n in saved else initial[n])
         self._history = (

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Union
 
 import msgspec
@@ -144,8 +145,12 @@ def codec_spec(name: str, parameters: Mapping[str, Value] | None = None, inner: 
     return spec
 
 
+@lru_cache(maxsize=512)
 def parse_codec(text: str) -> CodecSpec:
-    """Read the text form; ``str`` writes it back. Raises UserError that says what is wrong."""
+    """Read the text form; ``str`` writes it back. Raises UserError that says what is wrong.
+
+    Remembered: every message on a link names its codec.
+    """
     if len(text) > _MAX_TEXT_CHARS:
         raise UserError(f"codec text of {len(text)} characters; the limit is {_MAX_TEXT_CHARS}")
     return _parse(text.strip(), 1)
