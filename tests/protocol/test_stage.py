@@ -102,6 +102,39 @@ def test_every_step_completes_in_any_arrival_order(count, pipeline, skip, tied, 
     assert sum("Forward" in line for line in pipe.log) == sum(len(rows) for rows, _ in steps) * count
     assert sum("Backward" in line for line in pipe.log) == sum(len(rows) for rows, train in steps if train) * count
 
+    for index in range(count):  # in order, whatever came first
+        for kind in ("Forward", "Backward"):
+            did = [line.removeprefix(f"{index}{kind}") for line in pipe.log if line.startswith(f"{index}{kind}")]
+            assert did == [str(b) for rows, train in steps if train or kind == "Forward" for b in range(len(rows))]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "wanted"),
+    [
+        ("1f1b-ahead", ["Forward0", "Backward0", "Forward1", "Forward2", "Forward3", "Backward1"]),
+        ("1f1b", ["Forward0", "Forward1", "Backward0", "Forward2", "Backward1", "Forward3"]),
+        ("gpipe", ["Forward0", "Forward1", "Forward2", "Forward3", "Forward4", "Backward0"]),
+    ],
+)
+def test_what_is_there_overtakes_what_is_late(pipeline, wanted):
+    """Stage 1 of 3: gradient 0 comes before microbatch 1, and all others before the next gradient."""
+    one = machine(1, 3, pipeline, False, False)
+    todo = one.handle_order(StepOrder(seq=0, step=0, rows=(1, 1, 1, 1, 1)))
+    did = []
+    arrivals = [("activation", 0), ("gradient", 0), *(("activation", b) for b in range(1, 5))]
+    arrivals += [("gradient", b) for b in range(1, 5)]
+    for kind, index in arrivals:
+        todo += one.handle_arrival(
+            s.Slot(kind, 0, index, X.format(0 if kind == "activation" else 1), 0 if kind == "activation" else 2)
+        )
+        while todo:
+            command = todo.pop(0)
+            if isinstance(command, (s.Forward, s.Backward)):
+                did.append(f"{type(command).__name__}{command.microbatch_index}")
+            if not isinstance(command, (s.SendActivations, s.SendGradients)):
+                todo += one.handle_computed()
+    assert did[: len(wanted)] == wanted and len(did) == 10
+
 
 def test_gradients_and_losses_are_weighted_by_rows():
     one = machine(0, 1, "gpipe", False, False)

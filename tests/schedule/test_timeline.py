@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionllm.errors import PlanError
-from fusionllm.ir.program import parse_program
+from fusionllm.ir.program import StageProgram, parse_program, verify_programs
 from fusionllm.schedule.pipeline import PIPELINES, build_programs
 from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, format_grid, replay
 
@@ -56,9 +56,35 @@ def test_bounds_and_scaling(case, factor):
 
 
 @given(cases())
-def test_the_critical_path_adds_up_to_the_step(case):
+def test_overtaking_keeps_order_and_memory(case):
     programs, stages, links = case
-    line = replay(programs, stages, links)
+    line = replay(programs, stages, links, overtaking=True)
+    for program, spans, busy_s in zip(programs, line.spans, line.busy_s):
+        done = [span.action for span in spans]
+        assert {*done} == {*program.actions} and (program.overtakes or done == [*program.actions])
+        assert StageProgram(program.stage_index, tuple(done)).depth <= program.depth
+        assert all(a.end_s <= b.start_s for a, b in zip(spans, spans[1:])) and busy_s <= line.step_s
+    count = sum(action.kind == "F" for action in programs[0].actions)
+    verify_programs([StageProgram(k, tuple(s.action for s in spans)) for k, spans in enumerate(line.spans)], count)
+
+
+def test_a_stage_does_not_wait_for_a_late_microbatch():
+    """The third stage has a gradient at 0.94 s and the next microbatch at 1.03 s; in its order it waits for the one
+    after that, too."""
+    stages = [StageModel(forward_s=0.08, backward_s=0.16)] * 4
+    fast = LinkModel(forward_bytes=0, backward_bytes=0, bandwidth_bytes_per_s=1)
+    slow = LinkModel(forward_bytes=0.4, backward_bytes=0.4, bandwidth_bytes_per_s=1, latency_s=0.03)
+    programs = build_programs("1f1b-ahead", 4, 8)
+    waits, goes = (replay(programs, stages, [fast, slow, fast], overtaking=on) for on in (False, True))
+    assert [str(span.action) for span in waits.spans[2] if span.action.kind in "FB"][:4] == ["2F0", "2F1", "2F2", "2B0"]
+    assert [str(span.action) for span in goes.spans[2] if span.action.kind in "FB"][:4] == ["2F0", "2B0", "2F1", "2F2"]
+    assert goes.step_s < 0.92 * waits.step_s
+
+
+@given(cases(), st.booleans())
+def test_the_critical_path_adds_up_to_the_step(case, overtaking):
+    programs, stages, links = case
+    line = replay(programs, stages, links, overtaking=overtaking)
     path = dict(line.critical_path())
     assert sum(path.values()) == pytest.approx(line.step_s)
     known = {*(f"stage {k}" for k in range(len(stages))), *(f"link {k}-{k + 1}" for k in range(len(links)))}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, get_args
 
 import msgspec
@@ -36,11 +37,14 @@ class Action(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class StageProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The actions of one node for one step, in order. RECV waits, SEND does not block, F, B and W compute.
 
-    ``stage_index`` is the node's only stage, or the first of several.
+    ``stage_index`` is the node's only stage, or the first of several. ``overtakes``: while a message is missing, the
+    next forward or backward of the other kind goes first if it can, unless more than ``depth`` microbatches would be
+    held; forwards keep their order and so do backwards.
     """
 
     stage_index: int
     actions: tuple[Action, ...]
+    overtakes: bool = False
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -51,6 +55,12 @@ class StageProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def splits(self) -> bool:
         """Whether gradients of weights are computed by themselves."""
         return any(action.kind == "W" for action in self.actions)
+
+    @property
+    def depth(self) -> int:
+        """Microbatches between their F and their B, at most, in this order."""
+        changes = ((action.kind == "F") - (action.kind == "B") for action in self.actions)
+        return max(accumulate(changes), default=0)
 
     def __str__(self) -> str:
         return " ".join(str(a) for a in self.actions)

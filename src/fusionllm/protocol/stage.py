@@ -112,6 +112,7 @@ class StageMachine:
         self._differentiable, self._tied, self._program = differentiable, tied, program
         self._orders: deque[StepOrder] = deque()
         self._actions: deque[Action] = deque()
+        self._most_held = self._held = 0  # microbatches between forward and backward; no overtaking where most is 0
         self._arrived: set[Slot] = set()
         self._busy = False
         self._sent_tied = self._reported = False
@@ -186,6 +187,7 @@ class StageMachine:
         program = self._program(len(order.rows), order.train)
         # RECV is the wait of its F or B, SEND follows it at once: what is sent where, the graph says
         self._actions = deque(a for a in program.actions if a.kind in ("F", "B", "UPDATE"))
+        self._most_held, self._held = program.depth if program.overtakes else 0, 0
         self._sent_tied = self._reported = False
 
     def _finish(self) -> None:
@@ -205,17 +207,28 @@ class StageMachine:
                 self._busy = True
                 commands.append(FinishEval(order))
                 break
-            action = self._actions[0]
-            if action.kind == "UPDATE" and self._tied and not self._sent_tied:
+            first = self._actions[0]
+            if first.kind == "UPDATE" and self._tied and not self._sent_tied:
                 self._sent_tied = True
                 commands.append(SendTied(order))
-            slots = self._needs(action)
-            if any(slot not in self._arrived for slot in slots):
+            action = next(filter(self._has_all, (first, *self._overtaking(first))), None)
+            if action is None:
                 break
-            self._actions.popleft()
+            self._actions.remove(action)
+            self._held += (action.kind == "F") - (action.kind == "B")
             self._busy = True
-            commands.extend(self._commands(order, action, slots))
+            commands.extend(self._commands(order, action, self._needs(action)))
         return commands
+
+    def _has_all(self, action: Action) -> bool:
+        return all(slot in self._arrived for slot in self._needs(action))
+
+    def _overtaking(self, late: Action) -> list[Action]:
+        """What may go first while ``late`` waits for a message: the next action of the other kind, if any."""
+        allowed = {"F": self._most_held and self._held > 0, "B": self._held < self._most_held}
+        if not allowed.get(late.kind):
+            return []
+        return [a for a in self._actions if a.kind in allowed and a.kind != late.kind][:1]
 
     def _commands(self, order: StepOrder, action: Action, slots: tuple[Slot, ...]) -> list[Command]:
         index = action.microbatch_index

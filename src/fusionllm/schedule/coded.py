@@ -146,7 +146,7 @@ def replay_coded(
             other = k + 1 if forward else k
             stages[stage_index] = _longer(stages[stage_index], encode_s, forward)
             stages[other] = _longer(stages[other], decode_s, forward)
-    return replay(programs, stages, links).with_feed(feed_seconds(workload, cluster, placement))
+    return replay(programs, stages, links, overtaking=True).with_feed(feed_seconds(workload, cluster, placement))
 
 
 def _coded_link(link: LinkModel, loads: tuple[LinkLoad, LinkLoad], out: CodecSpec, back: CodecSpec) -> LinkModel:

@@ -8,7 +8,8 @@ microbatch from whichever stages produce them, so only the first stage has no RE
 1F1B after Narayanan et al. 2019 (PipeDream) in its flushing form (Megatron-LM): at most ``num_stages - stage_index``
 microbatches in flight. ``1f1b-ahead`` keeps more of them in flight, so that links work while stages compute: twice as
 many as 1F1B, or as many as its name says (``1f1b-ahead:7,4,2,1``), which the planner sets by the round trips. The idea
-is that of CrossPipe (ATC 2025) and of eager 1F1B.
+is that of CrossPipe (ATC 2025) and of eager 1F1B. Its stages do not wait for a late message while they have something
+else to do (ADR 011).
 
 Two more are planned and simulated but not executed by nodes yet. ``1f1b-interleaved`` (Narayanan et al. 2021) gives
 each node two stages, or as many as its name says (``1f1b-interleaved:4``): the pipeline is full sooner, for more
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
 
 from fusionllm.errors import PlanError, UserError
 from fusionllm.ir.program import Action, StageProgram
@@ -41,7 +44,7 @@ def one_f_one_b(stage_index: int, num_stages: int, num_microbatches: int) -> Sta
 
 def one_f_one_b_ahead(stage_index: int, num_stages: int, num_microbatches: int) -> StageProgram:
     """1F1B with a microbatch more in flight for every link behind: hides transfers that take up to a stage's time."""
-    return _program(stage_index, num_stages, num_microbatches, 2 * (num_stages - stage_index) - 1)
+    return _overtaking(stage_index, num_stages, num_microbatches, 2 * (num_stages - stage_index) - 1)
 
 
 def forward_only(stage_index: int, num_stages: int, num_microbatches: int) -> StageProgram:
@@ -140,7 +143,7 @@ def find_pipeline(name: str) -> Pipeline:
     def with_depths(stage_index: int, num_stages: int, num_microbatches: int) -> StageProgram:
         if num_stages != len(depths):
             raise PlanError(f"{len(depths)} depths for {num_stages} stages; give one per stage")
-        return _program(stage_index, num_stages, num_microbatches, depths[stage_index])
+        return _overtaking(stage_index, num_stages, num_microbatches, depths[stage_index])
 
     return with_depths
 
@@ -199,6 +202,10 @@ def _backward(stage_index: int, num_stages: int, microbatch_index: int) -> Itera
     yield Action(stage_index, "B", microbatch_index)
     if stage_index > 0:
         yield Action(stage_index, "SEND_B", microbatch_index)
+
+
+def _overtaking(stage_index: int, num_stages: int, num_microbatches: int, depth: int) -> StageProgram:
+    return msgspec.structs.replace(_program(stage_index, num_stages, num_microbatches, depth), overtakes=True)
 
 
 def _program(stage_index: int, num_stages: int, num_microbatches: int, depth: int) -> StageProgram:

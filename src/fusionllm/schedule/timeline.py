@@ -3,16 +3,19 @@
 Pure decision: seconds and rates come in as arguments, no clock. On the path: StageProgram + costs -> **Timeline** ->
 planner (which plan is fastest) and people (the stage-by-time grid). The programs are the ones the nodes execute.
 
-The model: a node does one thing at a time, in its program's order. Links are full duplex; each direction carries one
-message at a time, in the order sent; a message is there ``latency_s`` after its last byte left. Sends do not hold up
-the sender. A line that several links share (the uplink of a home or a site) serves messages in the order sent too: one
-starts when its link and all lines on its way are free, and keeps each for as long as its bytes take there.
+The model: a node does one thing at a time, in its program's order (or overtakes, see `StageProgram`). Links are full
+duplex; each direction carries one message at a time, in the order sent; a message is there ``latency_s`` after its last
+byte left. Sends do not hold up the sender. A line that several links share (the uplink of a home or a site) serves
+messages in the order sent too: one starts when its link and all lines on its way are free, and keeps each for as long
+as its bytes take there.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 
 import msgspec
 
@@ -152,6 +155,8 @@ def replay(
     stages: Sequence[StageModel],
     links: Sequence[LinkModel],
     stretch: Stretch | None = None,
+    *,
+    overtaking: bool = False,
 ) -> Timeline:
     """Play the programs of one step.
 
@@ -159,6 +164,8 @@ def replay(
         programs: one per node, as `schedule.pipeline.build_programs` gives them.
         stages: one per stage. links: one per pair of neighbours, ``links[k]`` between stage k and k+1.
         stretch: of each computation and each transfer; without it all take what the models say.
+        overtaking: programs that overtake do, as on a node. Without it all keep their order, so that nothing that gets
+            faster makes a step longer: what plans are compared by.
 
     Raises:
         PlanError: counts that do not match, a rate that is not above zero, or programs that deadlock.
@@ -170,7 +177,7 @@ def replay(
         )
     if any(min(link.bandwidth_bytes_per_s, link.back_bandwidth_bytes_per_s or 1) <= 0 for link in links):
         raise PlanError("a link with a rate that is not above zero; leave its nodes out or measure again")
-    run = _Replay(programs, stages, links, stretch or _as_modelled)
+    run = _Replay(programs, stages, links, stretch or _as_modelled, overtaking)
     run.play()
     busy = tuple(sum(s.end_s - s.start_s for s in spans if s.action.kind in _COMPUTE) for spans in run.spans)
     return Timeline(
@@ -186,6 +193,7 @@ def _as_modelled(index: int, action: Action) -> float:
 
 
 _COMPUTE = ("F", "B", "W", "UPDATE")
+_FORWARD, _BACKWARD = ("RECV_F", "F", "SEND_F"), ("RECV_B", "B", "SEND_B")
 
 
 class _Replay:
@@ -197,8 +205,12 @@ class _Replay:
         stages: Sequence[StageModel],
         links: Sequence[LinkModel],
         stretch: Stretch,
+        overtaking: bool,
     ) -> None:
         self.programs, self.stages, self.links, self.stretch = programs, stages, links, stretch
+        self.todo = [deque(program.actions) for program in programs]
+        self.most_held = [program.depth if program.overtakes and overtaking else 0 for program in programs]
+        self.held = [0] * len(programs)
         self.splits = [program.splits for program in programs]
         self.clock = [0.0] * len(programs)
         self.spans: list[list[Span]] = [[] for _ in programs]
@@ -213,27 +225,62 @@ class _Replay:
         """Perform actions in order of time, so that lines in common serve who comes first."""
         self.ready = [(0.0, index) for index in range(len(self.programs))]
         while self.ready:
-            _, index = heapq.heappop(self.ready)
-            actions = self.programs[index].actions
-            if len(self.spans[index]) == len(actions):
-                continue
-            action = actions[len(self.spans[index])]
-            needed = needed_send(action)
-            if needed is not None and needed not in self.arrival_s:
-                self.waiters[needed] = index
-            else:
-                self._perform(index, action, needed)
-        stuck = [str(p.actions[len(s)]) for p, s in zip(self.programs, self.spans) if len(s) < len(p.actions)]
+            now_s, index = heapq.heappop(self.ready)
+            if self.todo[index] and now_s >= self.clock[index] and self._choose(index, now_s):
+                self._perform(index, self.todo[index].popleft())
+        stuck = [str(todo[0]) for todo in self.todo if todo]
         if stuck:
             raise PlanError(f"the programs deadlock; waiting: {' '.join(stuck)}")
 
-    def _perform(self, index: int, action: Action, needed: tuple[int, str, int] | None) -> None:
-        start = self.clock[index]
+    def _choose(self, index: int, now_s: float) -> bool:
+        """Whether the node can go on, what it does then in front; else it looks again when a message has come."""
+        todo = self.todo[index]
+        if self._is_there(todo[0], now_s):
+            return True
+        choice = [0, *self._overtaking(index)]
+        if self._is_there(todo[choice[-1]], now_s):
+            self._put_in_front(todo, choice[-1])
+            return True
+        for at in choice:
+            needed = needed_send(todo[at])
+            assert needed is not None
+            if needed in self.arrival_s:
+                heapq.heappush(self.ready, (self.arrival_s[needed], index))
+            else:
+                self.waiters[needed] = index
+        return False
+
+    def _is_there(self, action: Action, now_s: float) -> bool:
+        needed = needed_send(action)
+        return needed is None or self.arrival_s.get(needed, inf) <= now_s
+
+    def _overtaking(self, index: int) -> list[int]:
+        """Where the next action is that may go before the one in front, which waits; empty: nowhere."""
+        todo, held, most = self.todo[index], self.held[index], self.most_held[index]
+        forward = todo[0].kind == "RECV_B"
+        if not (held < most if forward else most and held):
+            return []
+        kinds = _FORWARD if forward else _BACKWARD
+        return [at for at, action in enumerate(todo) if action.kind in kinds][:1]
+
+    @staticmethod
+    def _put_in_front(todo: deque[Action], at: int) -> None:
+        """All that belongs to the forward or backward at a place."""
+        microbatch, kinds = todo[at].microbatch_index, _FORWARD if todo[at].kind in _FORWARD else _BACKWARD
+        block = []
+        while todo[at].kind in kinds and todo[at].microbatch_index == microbatch:
+            block.append(todo[at])
+            del todo[at]
+        todo.extendleft(reversed(block))
+
+    def _perform(self, index: int, action: Action) -> None:
+        start, needed = self.clock[index], needed_send(action)
         if needed is not None:
             end = max(start, self.arrival_s[needed])
         else:
             seconds = self.stages[action.stage_index].compute_s(action.kind, self.splits[index])
             end = start + seconds * self.stretch(index, action) if seconds else start
+        self.held[index] += (action.kind == "F") - (action.kind == "B")
         if action.kind in ("SEND_F", "SEND_B"):
             self._send(index, action)
         self.clock[index] = end
