@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fusionllm
+from fusionllm.api.config import load_config
 from fusionllm.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,6 @@ def test_the_quickstart_trains_exports_and_gives_the_same_validation_loss(tmp_pa
         warnings.simplefilter("ignore")
         from transformers import AutoModelForCausalLM
 
-        from fusionllm.api.config import load_config
         from fusionllm.store.dataset import open_dataset
 
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -132,7 +132,10 @@ def test_ctrl_c_keeps_a_checkpoint_and_resume_equals_an_uninterrupted_run(tiny, 
     assert gone(nodes, 10)
     stopped = json.loads(out.splitlines()[-1])
     assert 3 <= stopped["steps"] < 40
-    train(tiny, tmp_path, "--name", "cut", "--resume", "--set", "train.steps=40")
+    resumed = train(tiny, tmp_path, "--name", "cut", "--resume", "--set", "train.steps=40")[-1]
+    before_s = resumed["wall_s"] - resumed["part_s"]  # until the checkpoint, which is before the end
+    assert 0 < before_s < stopped["wall_s"] == stopped["part_s"] and resumed["part_s"] > 0
+    assert load_config(tmp_path / "cut" / "config.toml").run.resume is False
     lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
     assert losses(lines) == losses(whole)
     process = start(tiny, tmp_path, "--name", "cut", "--resume", "--set", "train.steps=40")

@@ -77,6 +77,7 @@ def test_summary():
     assert (summary.val_loss, summary.best_val_loss) == (1.5, 1.5)
     assert summary.val_perplexity == pytest.approx(math.exp(1.5))
     assert (summary.tokens, summary.train_s, summary.val_s, summary.wall_s) == (400, 2.0, 2.0, 10.0)
+    assert summary.part_s == 10.0 and build_summary(RUN, wall_s=10.0, part_s=4.0).part_s == 4.0
     assert summary.tokens_per_s == 200.0
     assert summary.link_bytes == {"a->b": 10, "b->a": 12}
     raw = msgspec.json.decode(encode_summary(summary))

@@ -122,7 +122,7 @@ class Run:
         self._config, self._base_dir, self._module, self._obj = config, base_dir, module, obj
         self._listener: Progress | None = progress
         self._deaf: OSError | None = None
-        self._started = time.perf_counter()
+        self._started, self._before_s = time.perf_counter(), 0.0
         self._history: list[Event] = []
         self._interrupt, self._told_stopping = Interrupt(), False
         self._predicted_step_s = 0.0
@@ -175,7 +175,8 @@ class Run:
                     trainer.travel_dense(self._dense_from)
                 trainer.send_state(state, offers)
                 training = True
-                run_dir.write_config(dump_config(job.config))
+                fresh = msgspec.structs.replace(job.config.run, resume=False)  # of a run that begins anew
+                run_dir.write_config(dump_config(msgspec.structs.replace(job.config, run=fresh)))
                 final, stopped = self._train(job, trainer, run_dir, first_step)
             result = self._finish(job, run_dir, final, plan, stopped)
             if self._deaf is not None:
@@ -228,6 +229,7 @@ class Run:
         self._history = (
             [e for e in read_events(run_dir.metrics) if e.step <= manifest.step] if run_dir.metrics.exists() else []
         )
+        self._before_s = float(manifest.meta.extra.get("wall_s", 0.0))
         self._codecs_layout, self._dense_from = manifest.meta.extra.get("codecs"), manifest.meta.dense_from
         optimizer, codecs = manifest.optimizer, manifest.codecs
         return State(
@@ -360,7 +362,7 @@ class Run:
             data_fingerprint=job.dataset.fingerprint,
             aliases={alias: name for name, p in graph.params.items() for alias in p.aliases},
             dense_from=self._dense_from,
-            extra={"codecs": trainer.layout} if state.codecs else {},
+            extra={"wall_s": self._before_s + self._part_s()} | ({"codecs": trainer.layout} if state.codecs else {}),
         )
         path = save_checkpoint(
             run_dir.checkpoints, step, weights, state.optimizer, meta, codecs=state.codecs,
@@ -370,6 +372,10 @@ class Run:
             scratch.close()
         self._progress(Note(step=step, kind="checkpoint", text=str(path)))
         return State({}, {}) if lazy else State(weights, state.optimizer)
+
+    def _part_s(self) -> float:
+        """Wall time of this part of the run; those before a resume are in its checkpoint."""
+        return time.perf_counter() - self._started
 
     # after
 
@@ -397,6 +403,7 @@ class Run:
             from fusionllm.api.sample import continue_text
 
             extra["sample"] = continue_text(module, job.dataset, output.sample_prompt, output.sample_tokens)
-        summary = build_summary(self._history, wall_s=time.perf_counter() - self._started, extra=extra)
+        part_s = self._part_s()
+        summary = build_summary(self._history, wall_s=self._before_s + part_s, part_s=part_s, extra=extra)
         run_dir.summary.write_bytes(encode_summary(summary))
         return TrainResult(run_dir.path, self._history, summary, module, plan, stopped)

@@ -112,7 +112,10 @@ class LiveReporter:
     def finish(self, result: Any) -> None:
         """The end: numbers, a sample, where things lie, what to do next."""
         summary, run = result.summary, result.run_dir
-        rows = [f"{summary.steps} steps in {format_duration(summary.wall_s)}, {summary.tokens_per_s:.0f} tokens/s"]
+        part = f" ({format_duration(summary.part_s)} since it was resumed)" * (summary.part_s < summary.wall_s)
+        rows = [
+            f"{summary.steps} steps in {format_duration(summary.wall_s)}{part}, {summary.tokens_per_s:.0f} tokens/s"
+        ]
         if summary.last_train_loss is not None:
             rows.append(f"train loss {summary.first_train_loss:.4f} -> {summary.last_train_loss:.4f}")
         if summary.val_loss is not None:

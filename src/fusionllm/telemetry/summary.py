@@ -35,7 +35,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         tokens: trained on, over all steps.
         train_s: wall time of all training steps.
         val_s: wall time of all validations.
-        wall_s: wall time of the whole run, from start to finish, as the caller measured it.
+        wall_s: wall time of the whole run, all its parts, as the caller measured it.
+        part_s: of it since the run was last resumed; as ``wall_s`` where it never was.
         tokens_per_s: tokens / train_s.
         median_step_s: of a training step.
         link_bytes: link -> bytes sent over it in the whole run.
@@ -56,6 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     train_s: float
     val_s: float
     wall_s: float
+    part_s: float
     tokens_per_s: float
     median_step_s: float
     link_bytes: dict[str, int]
@@ -68,6 +70,7 @@ def build_summary(
     events: Iterable[Event],
     *,
     wall_s: float,
+    part_s: float | None = None,
     versions: dict[str, str] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> Summary:
@@ -75,7 +78,7 @@ def build_summary(
 
     Args:
         events: in order.
-        wall_s: wall time from start to finish.
+        wall_s: wall time, those before a resume included. part_s: since the last resume; None: there was none.
         versions: None for those of this process.
         extra: JSON values to add.
     """
@@ -99,6 +102,7 @@ def build_summary(
         train_s=train_s,
         val_s=sum(event.seconds for event in validations),
         wall_s=wall_s,
+        part_s=wall_s if part_s is None else part_s,
         tokens_per_s=tokens / train_s if train_s > 0 else 0.0,
         median_step_s=median(event.seconds for event in steps) if steps else 0.0,
         link_bytes=dict(sorted(link_bytes.items())),
