@@ -24,6 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import msgspec
 
+from benchmarks import figure_file
 from fusionllm.errors import PlanError
 from fusionllm.estimate.library import known_rates
 from fusionllm.ir.graph import OpGraph
@@ -217,7 +218,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks paper", description=__doc__)
     parser.add_argument("--model", action="append", choices=["gpt2-xl", "resnet-101"], help="only this")
     parser.add_argument("--cluster", action="append", choices=CLUSTERS, help="only this")
-    parser.add_argument("--figure", type=Path, help="draw the step times into this file")
+    parser.add_argument("--figure", type=figure_file, help="draw the step times into this file")
     args = parser.parse_args(argv)
     models = capture_models(args.model or ["gpt2-xl", "resnet-101"])
     found: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from benchmarks import figure_file
 from benchmarks.convergence import RECORDS, _with_deltas
 
 _OURS, _PAPER = "#1f5fa8", "#d1495b"
@@ -32,7 +33,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--steps", type=int, default=2500, help="of the runs to compare")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--figure", type=Path, help="PNG to write")
+    parser.add_argument("--figure", type=figure_file, help="picture to write")
     args = parser.parse_args(argv)
     records = [json.loads(line) for line in args.records.read_text(encoding="utf-8").splitlines()]
     runs = [r for r in _with_deltas(records) if (r["steps"], r["width"]) == (args.steps, args.width)]

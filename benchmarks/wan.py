@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks import figure_file
 from benchmarks.convergence import METHODS as METHOD_CODECS
 from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, Limit, Stage, step_limit
@@ -160,7 +161,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--target", type=float, default=0.0, help="training loss, a mean of 10 steps, to be timed to")
     parser.add_argument("--activation", type=Path, default=DEFAULT, help="recording that is sent, see wan-record")
     parser.add_argument("--missing", action="store_true", help="only methods of which --records has no row yet")
-    parser.add_argument("--figure", type=Path, help="a file for the picture, e.g. wan.png")
+    parser.add_argument("--figure", type=figure_file, help="a file for the picture, e.g. wan.png")
     args = parser.parse_args(argv)
     methods = list(METHODS) if args.methods == "all" else [name for name in args.methods.split(",") if name]
     if unknown := [name for name in methods if name not in METHODS]:

@@ -26,10 +26,13 @@ def _split(text: str, what: str, example: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise UserError(f"{text!r} is not a {what}; write it like {example}")
-    value = float(match.group(1))
+    return float(match.group(1)), match.group(2)
+
+
+def _finite(value: float, text: str, what: str) -> float:
     if not math.isfinite(value):
-        raise UserError(f"{text!r} is not a finite {what}; write it like {example}")
-    return value, match.group(2)
+        raise UserError(f"{text!r} is not a finite {what}; write a smaller one")
+    return value
 
 
 def parse_num_bytes(text: str) -> int:
@@ -38,7 +41,7 @@ def parse_num_bytes(text: str) -> int:
     scale = _BYTES.get(unit.lower())
     if scale is None:
         raise UserError(f"{text!r}: unknown size unit {unit!r}; use one of B, KB, MB, GB, KiB, MiB, GiB")
-    return int(value * scale)
+    return int(_finite(value * scale, text, "size"))
 
 
 def parse_bandwidth_bytes_per_s(text: str) -> float:
@@ -55,7 +58,7 @@ def parse_bandwidth_bytes_per_s(text: str) -> float:
         )
     if rate <= 0:
         raise UserError(f"{text!r}: a rate must be above zero")
-    return rate
+    return _finite(rate, text, "rate")
 
 
 def parse_duration_s(text: str) -> float:
@@ -64,7 +67,7 @@ def parse_duration_s(text: str) -> float:
     scale = _SECONDS.get(unit.lower())
     if scale is None:
         raise UserError(f"{text!r}: unknown time unit {unit!r}; use us, ms, s, min, h or d")
-    return value * scale
+    return _finite(value * scale, text, "duration")
 
 
 def format_num_bytes(num_bytes: float) -> str:

@@ -141,6 +141,46 @@ def test_an_address_that_cannot_be_is_refused(args, words):
         assert word in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "args", "words"),
+    [
+        ("simulate", ["--jitter", "2"], ["--jitter is 2", "0 and 1", "0.05"]),
+        ("simulate", ["--jitter", "nan"], ["--jitter is nan"]),
+        ("simulate", ["--drift", "-0.1"], ["--drift is -0.1"]),
+        ("simulate", ["--drift-time", "0"], ["--drift-time is 0", "1 and"]),
+        ("simulate", ["--loss-every", "1e300 d"], ["--loss-every is 8.64e+304", "1e+09 seconds"]),
+        ("simulate", ["--back", "1e305 d"], ["'1e305 d'", "not a finite duration"]),
+        ("simulate", ["--detect", "-3 s"], ["'-3 s'", "20 ms"]),
+        ("simulate", ["--replan-every", "2000000"], ["--replan-every is 2e+06"]),
+        ("simulate", ["--checkpoint-every", "0"], ["--checkpoint-every", "1"]),
+        ("simulate", ["--seed", "-1"], ["--seed", "0"]),
+        ("simulate", ["--steps", "0"], ["--steps", "1"]),
+        ("plan", ["--ratio", "nan"], ["--ratio is nan", "at least 1"]),
+        ("plan", ["--ratio", "0.5"], ["--ratio is 0.5"]),
+        ("plan", ["--num-microbatches", "0"], ["--num-microbatches", "1"]),
+        ("plan", ["--microbatch-size", "-1"], ["--microbatch-size", "1"]),
+        ("plan", ["--svg", "plan.png"], ["--svg is plan.png", "ends in .svg"]),
+        ("plan", ["--svg", "absent/plan.svg"], ["--svg is absent/plan.svg", "folder"]),
+        ("plan", ["--what-if", "add 0x A10 in fence lab"], ["count is 0", "between 1 and"]),
+    ],
+)
+def test_an_option_out_of_range_is_refused_before_the_graph_is_read(command, args, words):
+    cluster = ROOT / "examples" / "clusters" / "one-lab.toml"
+    result = invoke(command, "absent.opdag", "--cluster", str(cluster), *args)
+    assert result.exit_code == 2 and "absent.opdag" not in result.stderr, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("name", ["x.xyz", "absent/x.png"])
+def test_a_benchmarks_picture_that_cannot_be_is_refused_before_it_measures(name, capsys):
+    from benchmarks import figure_file, pareto
+
+    with pytest.raises(SystemExit):
+        pareto.run(["--figure", name])
+    assert name in capsys.readouterr().err and figure_file("x.svg") == Path("x.svg")
+
+
 def test_joining_with_a_bad_ticket():
     result = invoke("join", "nonsense")
     assert result.exit_code == 2 and "ticket" in result.stderr

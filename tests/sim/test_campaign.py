@@ -73,7 +73,7 @@ def test_jobs_that_get_nowhere_are_named():
     with pytest.raises(PlanError, match="losses without a checkpoint"):
         simulate(workload(2, 256), two_sites("8 Mbps", count=1), 1000, 0, flaky)
     for bad in (WorldOptions(jitter=-1), WorldOptions(drift=float("nan")), WorldOptions(checkpoint_every=0)):
-        with pytest.raises(UserError, match="must be finite and lie between"):
+        with pytest.raises(UserError, match="must lie between"):
             simulate(workload(), two_sites("8 Mbps"), 1, 0, bad)
     with pytest.raises(UserError, match="steps 0"):
         simulate(workload(), two_sites("8 Mbps"), 0, 0, STILL)

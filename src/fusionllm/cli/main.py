@@ -232,8 +232,8 @@ def graph(
             help="gpt2, llama, a Hugging Face folder or config.json, or python:module:function, or a run's TOML."
         ),
     ],
-    batch: Annotated[int, typer.Option(min=1, help="Rows, for bytes and FLOPs.")] = 1,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per row, for language models.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 20, help="Rows, for bytes and FLOPs.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=2, max=1 << 20, help="Tokens per row, for language models.")] = 128,
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the model's config.")
     ] = None,

@@ -75,6 +75,8 @@ def plan(
         check_words((("--precision", precision, PRECISIONS), ("--device-model", device_model, DEVICE_MODELS)))
         check_pipeline(pipeline)
         check_rule(codecs, ratio)
+        if svg is not None and (svg.suffix.lower() != ".svg" or not svg.parent.is_dir()):
+            raise UserError(f"--svg is {svg}; give a file that ends in .svg, in a folder that is there")
         spec = load_cluster(cluster)
         specs = {"": spec, **{text: change(spec, text) for text in what_if or ()}}
         options = StepOptions(

@@ -67,7 +67,7 @@ def simulate(
         from fusionllm.schedule.workload import StepOptions, build_workload
         from fusionllm.sim.campaign import simulate as run
         from fusionllm.sim.cluster import build_cluster, device_rates, load_cluster
-        from fusionllm.sim.world import WorldOptions
+        from fusionllm.sim.world import WorldOptions, check_world
         from fusionllm.units import parse_duration_s
 
         check_words((("--precision", precision, PRECISIONS), ("--device-model", device_model, DEVICE_MODELS)))
@@ -81,6 +81,7 @@ def simulate(
             loss_every_s=parse_duration_s(loss_every), back_s=parse_duration_s(back),
             detect_s=parse_duration_s(detect), checkpoint_every=checkpoint_every, replan_every=replan_every,
         )  # fmt: skip
+        check_world(world)
         spec = load_cluster(cluster)
         workload = build_workload(read_graph(graph_or_run), options, device_rates(spec, precision))
         found = run(workload, build_cluster(spec, precision, device_model), steps, seed, world)

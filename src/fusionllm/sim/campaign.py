@@ -21,9 +21,8 @@ from fusionllm.schedule.pipeline import build_programs, pipeline_name
 from fusionllm.schedule.placement import Cluster, Placement, Workload, build_models, link_rates, select_nodes
 from fusionllm.schedule.planner import plan_placement
 from fusionllm.schedule.timeline import replay
-from fusionllm.sim.world import World, WorldOptions, check_world
+from fusionllm.sim.world import MAX_STEPS, World, WorldOptions, check_world
 
-MAX_STEPS = 1_000_000
 #: Losses without a finished checkpoint between them after which a job is said to get nowhere.
 MAX_SETBACKS = 1000
 #: A new plan while all goes well must be this much faster.

@@ -14,6 +14,11 @@ import numpy as np
 from fusionllm.errors import UserError
 from fusionllm.schedule.placement import Cluster
 
+#: Of jitter and drift: beyond it a rate is three times as high or low now and then, which no plan is for.
+MAX_SIGMA = 1.0
+MAX_WAIT_S = 1e9
+MAX_STEPS = 1_000_000
+
 
 class WorldOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much changes. Sigmas are those of logarithms: 0.1 is about 10 %.
@@ -38,19 +43,20 @@ class WorldOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def check_world(world: WorldOptions) -> None:
-    """Raises UserError for a number out of range."""
-    for name, value, low, high in (
-        ("jitter", world.jitter, 0, 2),
-        ("drift", world.drift, 0, 2),
-        ("drift_s", world.drift_s, 1, math.inf),
-        ("loss_every_s", world.loss_every_s, 0, math.inf),
-        ("back_s", world.back_s, 0, math.inf),
-        ("detect_s", world.detect_s, 0, math.inf),
-        ("checkpoint_every", world.checkpoint_every, 1, math.inf),
-        ("replan_every", world.replan_every, 0, math.inf),
+    """Raises UserError for a number out of range, in the words of the command."""
+    sigma, seconds, steps = " (0.05 is about 5 %)", " seconds", " steps"
+    for flag, value, low, high, unit in (
+        ("jitter", world.jitter, 0, MAX_SIGMA, sigma),
+        ("drift", world.drift, 0, MAX_SIGMA, sigma),
+        ("drift-time", world.drift_s, 1, MAX_WAIT_S, seconds),
+        ("loss-every", world.loss_every_s, 0, MAX_WAIT_S, seconds),
+        ("back", world.back_s, 0, MAX_WAIT_S, seconds),
+        ("detect", world.detect_s, 0, MAX_WAIT_S, seconds),
+        ("checkpoint-every", world.checkpoint_every, 1, MAX_STEPS, steps),
+        ("replan-every", world.replan_every, 0, MAX_STEPS, steps),
     ):
-        if not low <= value <= high or not math.isfinite(value):
-            raise UserError(f"{name} is {value}; it must be finite and lie between {low} and {high}")
+        if not low <= value <= high:
+            raise UserError(f"--{flag} is {value:g}; it must lie between {low} and {high:g}{unit}")
 
 
 class World:
