@@ -22,7 +22,7 @@ Messages say what happened, the values with units, what was needed, and what to 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 
 class FusionError(Exception):
@@ -94,7 +94,19 @@ class CheckpointError(FusionError):
     """A checkpoint is missing, torn, or belongs to another model."""
 
 
-def known_names(name: str, known: Collection[str]) -> str:
-    """What a sentence about a name that is not known ends in: the nearest that is, and all of them."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f"{f'did you mean {near[0]}? ' if near else ''}known: {', '.join(known)[:400]}"
+def near_names(name: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """The known names nearest to one that is not known, whatever their case; none when no name is near."""
+    folded = {one.lower(): one for one in known}
+    return [folded[one] for one in difflib.get_close_matches(name[:100].lower(), folded, count)]
+
+
+def near_hint(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What a sentence about a name that is not known ends in: the nearest, or nothing."""
+    near = near_names(name, known)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def known_names(name: str, known: Collection[str], prefix: str = "") -> str:
+    """The nearest of the known names, if one is near, and all of them; ``prefix`` stands before the nearest."""
+    near = near_names(name, known)
+    return f"{f'did you mean {prefix}{near[0]}? ' if near else ''}known: {', '.join(known)[:400]}"

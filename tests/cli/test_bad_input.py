@@ -172,6 +172,30 @@ def test_an_option_out_of_range_is_refused_before_the_graph_is_read(command, arg
         assert word in result.stderr
 
 
+LAB = "examples/clusters/one-lab.toml"
+SCENARIO = "examples/scenarios/two-labs.toml"
+RUN = "examples/quickstart.toml"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["plan", LAB, "--cluster", RUN], f"{RUN} is a run file, not a cluster file; a cluster file has [[fence]]"),
+        (["plan", LAB, "--cluster", LAB], f"{LAB} is a cluster file, not a run file; a run file has [model], [data]"),
+        (["simulate", RUN, "--cluster", SCENARIO], "is a scenario, not a cluster file"),
+        (["calibrate", "--append", RUN], "is a run file, not a cluster file"),
+        (["train", LAB], "is a cluster file, not a run file"),
+        (["graph", SCENARIO], "is a scenario, not a run file"),
+        (["testbed", "up", LAB], "is a cluster file, not a scenario; a scenario has [[fence]] and [[host]], see docs/"),
+        (["plan", RUN, "--cluster", "examples/clusters/one-lba.toml"], "did you mean one-lab.toml?"),
+    ],
+)
+def test_a_file_of_another_kind_is_told_for_what_it_is(args, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    result = invoke(*args)
+    assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
 @pytest.mark.parametrize("name", ["x.xyz", "absent/x.png"])
 def test_a_benchmarks_picture_that_cannot_be_is_refused_before_it_measures(name, capsys):
     from benchmarks import figure_file, pareto

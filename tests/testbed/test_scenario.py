@@ -52,7 +52,7 @@ LINK = {"a": "x", "b": "y", "bandwidth": "8 Mbps"}
         ({"link": [LINK | {"b": "y0"}]}, "a fence and a host"),
         ({"link": [LINK | {"b": "x"}]}, "to itself"),
         ({"link": [LINK | {"speed": 1}]}, r"link\[0\].speed"),
-        ({"otherwise": {"bandwith": "1 Mbps"}}, "did you mean bandwidth"),
+        ({"otherwise": {"bandwith": "1 Mbps"}}, "did you mean otherwise.bandwidth"),
         ({"name": 7}, "scenario:"),
     ],
 )

@@ -6,10 +6,8 @@ the key, the value and the nearest known key.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -27,13 +25,9 @@ from fusionllm.schedule.partition import PARTITIONERS, SURVEYED
 from fusionllm.schedule.pipeline import find_pipeline
 from fusionllm.schedule.ratios import DEADLINE, check_rule
 from fusionllm.store.dataset import DataConfig
+from fusionllm.store.toml import check_keys, parse_value, read_toml
 from fusionllm.telemetry.sinks import SINKS
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,19 +200,6 @@ class RunConfig(_Table, frozen=True, kw_only=True):
         return tuple(FenceLine(name, rate(up), rate(down)) for name, up, down in pairs)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises UserError when it is missing, not TOML, or not text."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
-        raise UserError(f"no such file: {path}{f'; did you mean {near[0]}?' if near else ''}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
-
-
 def load_config(path: Path | None, overrides: Sequence[str] = (), tables: Mapping[str, Any] | None = None) -> RunConfig:
     """Read a run's configuration and check it.
 
@@ -229,7 +210,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), tables: Mappin
     Raises:
         UserError: names the key, the value, and what would be right.
     """
-    raw: dict[str, Any] = read_toml(path) if path is not None else {}
+    raw: dict[str, Any] = read_toml(path, "run file") if path is not None else {}
     for table, values in (tables or {}).items():
         raw.setdefault(table, {}).update(values)
     for text in overrides:
@@ -239,7 +220,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), tables: Mappin
 
 def build_config(raw: dict[str, Any]) -> RunConfig:
     """Check a plain tree and make the frozen one. Raises UserError."""
-    _check_keys(raw, RunConfig, "")
+    check_keys(raw, RunConfig)
     try:
         config: RunConfig = msgspec.convert(raw, RunConfig, strict=True)
     except msgspec.ValidationError as error:
@@ -264,35 +245,12 @@ def _override(raw: dict[str, Any], text: str) -> None:
     names = key.strip().split(".")
     if not equals or len(names) < 2 or not all(names):
         raise UserError(f"--set {text!r}: write it like --set train.steps=20")
-    try:
-        parsed = tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
     table = raw
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {text!r}: {name} is a value, not a table")
-    table[names[-1]] = parsed
-
-
-def _check_keys(raw: Mapping[str, Any], struct: type[msgspec.Struct], where: str) -> None:
-    if not isinstance(raw, Mapping):
-        raise UserError(f"{where.rstrip('.') or 'the file'} must be a table, it is {raw!r}")
-    fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
-    for key, value in raw.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1)
-            hint = f"; did you mean {where}{near[0]}?" if near else f"; known: {', '.join(sorted(fields))}"
-            raise UserError(f"unknown key {where}{key} = {value!r}{hint}")
-        kind = fields[key]
-        for inner in (kind, *get_args(kind)):
-            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-                entries = (
-                    {f"[{i}]": v for i, v in enumerate(value)} if isinstance(value, (list, tuple)) else {"": value}
-                )
-                for number, entry in entries.items():
-                    _check_keys(entry, inner, f"{where}{key}{number}.")
+    table[names[-1]] = parse_value(value)
 
 
 def _sentence(message: str, raw: Any) -> str:

@@ -6,10 +6,8 @@ tensor framework. `docs/planning.md` documents the file.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -25,15 +23,10 @@ from fusionllm.ir.ops import OPS
 from fusionllm.schedule.placement import Cluster, NodeModel, Owner, Pin, Share
 from fusionllm.sim.devices import Device, check_device, device_block, find_device, known_devices
 from fusionllm.store.atomic import write_atomic
+from fusionllm.store.toml import check_keys, parse_toml, read_text, read_toml
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 MAX_NODES = 10_000
-MAX_FILE_BYTES = 4 << 20
 _NAME = re.compile(r"[\w][\w.+ -]{0,63}")
 
 
@@ -114,37 +107,15 @@ class ClusterSpec(_Table, frozen=True, kw_only=True):
     owner: OwnerPlace | None = None
 
 
-_LISTS: dict[str, type[msgspec.Struct]] = {
-    "fence": Fence, "node": Node, "device": Device, "link": ClusterLink, "pin": PinnedStage,
-}  # fmt: skip
-
-
 def load_cluster(path: Path) -> ClusterSpec:
     """Read a cluster file. Raises UserError naming the key, the value and what would be right."""
-    return _read_spec(_read_text(path), path)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-
-
-def _read_spec(text: str, path: Path) -> ClusterSpec:
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
-    return build_spec(raw)
+    return build_spec(read_toml(path, "cluster file"))
 
 
 def append_device(path: Path, device: Device) -> None:
     """Write a device at the end of a cluster file, if the file with it is one. Raises UserError."""
-    text = f"{_read_text(path).rstrip()}\n\n{device_block(device)}"
-    _read_spec(text, path)
+    text = f"{read_text(path).rstrip()}\n\n{device_block(device)}"
+    build_spec(parse_toml(text, path, "cluster file"))
     try:
         write_atomic(path, text.encode())
     except OSError as error:
@@ -153,35 +124,13 @@ def append_device(path: Path, device: Device) -> None:
 
 def build_spec(raw: dict[str, Any]) -> ClusterSpec:
     """Check a plain tree. Raises UserError."""
-    _check_keys(raw, ClusterSpec, "")
-    for name, kind in _LISTS.items():
-        entries = raw.get(name, [])
-        if not isinstance(entries, list):
-            raise UserError(f"{name} must be written as [[{name}]], once per entry")
-        for index, entry in enumerate(entries):
-            _check_keys(entry, kind, f"{name}[{index}].")
-            for key in ("float32", "bfloat16") if kind is Device else ():
-                _check_keys(entry.get(key, {}), DeviceRates, f"{name}[{index}].{key}.")
-    single: dict[str, type[msgspec.Struct]] = {"otherwise": Otherwise, "owner": OwnerPlace}
-    for name in single.keys() & raw.keys():
-        _check_keys(raw[name], single[name], f"{name}.")
+    check_keys(raw, ClusterSpec)
     try:
         spec = msgspec.convert(raw, ClusterSpec, strict=True)
     except msgspec.ValidationError as error:
         raise UserError(f"cluster file: {error}") from None
     check_spec(spec)
     return spec
-
-
-def _check_keys(raw: Any, struct: type[msgspec.Struct], where: str) -> None:
-    if not isinstance(raw, dict):
-        raise UserError(f"{where.rstrip('.')} must be a table, it is {str(raw)[:80]}")
-    known = struct.__struct_fields__
-    for key, value in raw.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {where}{near[0]}?" if near else f"known: {', '.join(known)}"
-            raise UserError(f"unknown key {where}{key[:80]} = {str(value)[:80]!r}; {hint}")
 
 
 def check_spec(spec: ClusterSpec) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,17 +18,12 @@ import msgspec
 from fusionllm.errors import UserError
 from fusionllm.estimate.library import DEVICES
 from fusionllm.sim.devices import find_device
+from fusionllm.store.toml import check_keys, read_toml
 from fusionllm.testbed.nat import Kind
 from fusionllm.testbed.pipe import PipeSpec
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 MAX_HOSTS = 64
-MAX_FILE_BYTES = 1 << 20
 MAX_DELAY_S = 10.0
 MAX_COMPUTE_S = 60.0
 #: Names become network namespaces, folders and log files.
@@ -126,28 +120,12 @@ class Scenario(_Table, frozen=True, kw_only=True):
 
 def load_scenario(path: Path) -> Scenario:
     """Read a scenario file. Raises UserError naming the key, the value and what would be right."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB")
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
-    return build_scenario(raw)
+    return build_scenario(read_toml(path, "scenario"))
 
 
 def build_scenario(raw: Mapping[str, Any]) -> Scenario:
     """Check a plain tree. Raises UserError."""
-    _check_keys(raw, Scenario, "")
-    for name, kind in (("fence", Fence), ("host", Host), ("link", ScenarioLink)):
-        entries = raw.get(name, [])
-        if not isinstance(entries, (list, tuple)):
-            raise UserError(f"{name} must be written as [[{name}]], once per entry")
-        for index, entry in enumerate(entries):
-            _check_keys(entry, kind, f"{name}[{index}].")
-    if "otherwise" in raw:
-        _check_keys(raw["otherwise"], Otherwise, "otherwise.")
+    check_keys(raw, Scenario)
     try:
         scenario = msgspec.convert(raw, Scenario, strict=True)
     except msgspec.ValidationError as error:
@@ -155,17 +133,6 @@ def build_scenario(raw: Mapping[str, Any]) -> Scenario:
     _check_names(scenario)
     _check_values(scenario)
     return scenario
-
-
-def _check_keys(raw: Any, struct: type[msgspec.Struct], where: str) -> None:
-    if not isinstance(raw, Mapping):
-        raise UserError(f"{where.rstrip('.') or 'the file'} must be a table, it is {str(raw)[:80]!r}")
-    known = [field.encode_name for field in msgspec.structs.fields(struct)]
-    for key in raw:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
-            raise UserError(f"unknown key {where}{key[:80]}{hint}")
 
 
 def _check_names(scenario: Scenario) -> None:

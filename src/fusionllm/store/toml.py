@@ -1,0 +1,108 @@
+"""TOML files that people write: a run, a cluster, a scenario. Read as hostile, told apart, their keys checked.
+
+Knows no key of them beyond the tables they are told apart by: each room owns the structs of its own file. On the path:
+file -> **plain tree** -> struct.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_origin
+
+import msgspec
+
+from fusionllm.errors import UserError, known_names, near_hint
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_FILE_BYTES = 4 << 20
+
+
+class FileKind(NamedTuple):
+    """``tables``: those that no other kind has. ``has``: what to say it is made of. ``described``: where."""
+
+    tables: frozenset[str]
+    has: str
+    described: str
+
+
+#: What the command line reads, by name.
+FILES = {
+    "run file": FileKind(frozenset({"model", "data", "train"}), "[model], [data] and [train]", "README.md"),
+    "cluster file": FileKind(frozenset({"node"}), "[[fence]] and [[node]]", "docs/planning.md"),
+    "scenario": FileKind(frozenset({"host"}), "[[fence]] and [[host]]", "docs/testbed.md"),
+}
+
+
+def read_text(path: Path) -> str:
+    """A file's text. Raises UserError: it is not there, no text, or of no sensible size."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB, the limit of a file of settings")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = near_hint(path.name, [other.name for other in path.parent.glob("*.toml")])
+        raise UserError(f"no such file: {path}{near}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+
+
+def parse_toml(text: str, path: Path, kind: str) -> dict[str, Any]:
+    """The plain tree of a file's text. Raises UserError: no TOML, or a file of another of ``FILES``."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    wanted = FILES[kind]
+    if not wanted.tables & raw.keys():
+        for name, other in FILES.items():
+            if other.tables & raw.keys():
+                raise UserError(f"{path} is a {name}, not a {kind}; a {kind} has {wanted.has}, see {wanted.described}")
+    return raw
+
+
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
+    """The plain tree of a file. Raises UserError as `read_text` and `parse_toml` do."""
+    return parse_toml(read_text(path), path, kind)
+
+
+def parse_value(text: str) -> Any:
+    """A value as TOML writes it; a text that is none stands for itself."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def check_keys(raw: Any, struct: type[msgspec.Struct], where: str = "") -> None:
+    """Refuse a key that a struct, or one within it, does not have. Raises UserError with the nearest.
+
+    Args:
+        where: what stands before the key in the file, such as ``"node[2]."``.
+    """
+    if not isinstance(raw, Mapping):
+        raise UserError(f"{where.rstrip('.') or 'the file'} must be a table, it is {raw!r:.80}")
+    fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
+    for key, value in raw.items():
+        if key not in fields:
+            raise UserError(f"unknown key {where}{key[:80]} = {value!r:.80}; {known_names(key, fields, where)}")
+        kind = fields[key]
+        inner = next((t for t in (kind, *get_args(kind)) if _is_struct(t)), None)
+        if inner is None:
+            continue
+        if get_origin(kind) is not tuple:
+            check_keys(value, inner, f"{where}{key}.")
+        elif not isinstance(value, (list, tuple)):
+            raise UserError(f"{where}{key} must be written as [[{where}{key}]], once per entry")
+        else:
+            for index, entry in enumerate(value):
+                check_keys(entry, inner, f"{where}{key}[{index}].")
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
