@@ -173,7 +173,7 @@ def test_a_group_has_its_own_rate():
         (OptimConfig(name="adamv"), "did you mean adam.*known: adadelta"),
         (OptimConfig(name="lbfgs"), "known: adadelta"),
         (OptimConfig(options={"nesterof": True}, name="sgd"), "did you mean nesterov"),
-        (OptimConfig(momentum=0.9), "adamw has no such option; it has amsgrad, betas"),
+        (OptimConfig(momentum=0.9), "adamw has no such option; known: amsgrad, betas"),
         (OptimConfig(name="sgd", options={"nesterov": 1}), "wants true or false"),
         (OptimConfig(name="muon", options={"ns_steps": 2.5}), "a whole number"),
         (OptimConfig(name="adafactor", options={"eps": [1]}), "wants 2 numbers"),

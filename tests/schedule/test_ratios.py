@@ -70,7 +70,7 @@ def test_how_far_down_is_by_what_the_model_knows():
 
 
 def test_what_cannot_be_is_named():
-    with pytest.raises(UserError, match="floor is 'int2'; it must be a codec of the ladder: identity, cast"):
+    with pytest.raises(UserError, match="floor is 'int2', no codec of the ladder; known: identity, cast"):
         ladder_to("int2")
     with pytest.raises(UserError, match="known: adatopk-paper"):
         choose_codecs("adatopk", [], 3)

@@ -41,7 +41,7 @@ def test_a_run_to_resume_must_exist(tmp_path):
     with pytest.raises(UserError, match="no numbered run"):
         RunDir.create(tmp_path, resume=True)
     RunDir.create(tmp_path, "first")
-    with pytest.raises(UserError, match=r"no run 'frist' in .*; did you mean 'first'"):
+    with pytest.raises(UserError, match=r"no run 'frist' in .*; did you mean first"):
         RunDir.create(tmp_path, "frist", resume=True)
 
 

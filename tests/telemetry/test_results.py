@@ -112,5 +112,5 @@ def test_log_line(package_logger):
 
 
 def test_unknown_log_level(package_logger):
-    with pytest.raises(UserError, match="unknown log level 'loud'; use one of debug, info, warning, error"):
+    with pytest.raises(UserError, match="unknown log level 'loud'; known: debug, info, warning, error"):
         configure_logging("n3", "loud")

@@ -48,12 +48,12 @@ LINK = {"a": "x", "b": "y", "bandwidth": "8 Mbps"}
         ({"link": [LINK | {"loss": 1.0}]}, "loss is 1.0"),
         ({"link": [LINK | {"loss": float("nan")}]}, "loss is nan"),
         ({"link": [LINK | {"latency": "1 h"}]}, "the most is 10 s"),
-        ({"link": [LINK | {"b": "yy"}]}, "no fence or host; y"),
+        ({"link": [LINK | {"b": "yy"}]}, "no fence or host; did you mean y"),
         ({"link": [LINK | {"b": "y0"}]}, "a fence and a host"),
         ({"link": [LINK | {"b": "x"}]}, "to itself"),
         ({"link": [LINK | {"speed": 1}]}, r"link\[0\].speed"),
         ({"otherwise": {"bandwith": "1 Mbps"}}, "did you mean otherwise.bandwidth"),
-        ({"name": 7}, "scenario:"),
+        ({"name": 7}, "name = 7: expected `str`"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(changes, sentence):

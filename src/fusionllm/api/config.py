@@ -7,10 +7,9 @@ the key, the value and the nearest known key.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
 import msgspec
 import tomli_w
@@ -25,7 +24,7 @@ from fusionllm.schedule.partition import PARTITIONERS, SURVEYED
 from fusionllm.schedule.pipeline import find_pipeline
 from fusionllm.schedule.ratios import DEADLINE, check_rule
 from fusionllm.store.dataset import DataConfig
-from fusionllm.store.toml import check_keys, parse_value, read_toml
+from fusionllm.store.toml import convert_tree, parse_value, read_toml
 from fusionllm.telemetry.sinks import SINKS
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s
 
@@ -220,11 +219,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), tables: Mappin
 
 def build_config(raw: dict[str, Any]) -> RunConfig:
     """Check a plain tree and make the frozen one. Raises UserError."""
-    check_keys(raw, RunConfig)
-    try:
-        config: RunConfig = msgspec.convert(raw, RunConfig, strict=True)
-    except msgspec.ValidationError as error:
-        raise UserError(_sentence(str(error), raw)) from None
+    config = convert_tree(raw, RunConfig)
     _check_values(config)
     return config
 
@@ -251,30 +246,6 @@ def _override(raw: dict[str, Any], text: str) -> None:
         if not isinstance(table, dict):
             raise UserError(f"--set {text!r}: {name} is a value, not a table")
     table[names[-1]] = parse_value(value)
-
-
-def _sentence(message: str, raw: Any) -> str:
-    match = re.search(r"(.*) - at `\$\.?(.*)`", message)
-    if match is None:
-        return message
-    value: Any = raw
-    for name in re.findall(r"[^.\[\]]+", match[2]):
-        try:
-            value = value[int(name)] if isinstance(value, list) else value[name]
-        except (KeyError, IndexError, TypeError, ValueError):
-            return f"{match[2]}: {match[1]}"
-    known = _known_words(match[2])
-    what = f"known: {', '.join(known)}" if known else f"{match[1][0].lower()}{match[1][1:]}"
-    return f"{match[2]} = {value!r}: {what}"
-
-
-def _known_words(path: str) -> tuple[str, ...]:
-    """The words that the key at ``path`` may be; none when it is no choice of words."""
-    kind: Any = RunConfig
-    for name in path.split("."):
-        is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-        kind = get_type_hints(kind).get(name) if is_struct else None
-    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _check_finite(tree: Any, where: str) -> None:
@@ -314,7 +285,7 @@ def _check_values(config: RunConfig) -> None:
         *(("output.sinks", sink, tuple(SINKS)) for sink in config.output.sinks),
     ):
         if word not in known:
-            raise UserError(f"{name} is {word!r}; known: {', '.join(known)}")
+            raise UserError(f"{name} is {word!r}; {known_names(word, known)}")
     try:
         find_pipeline(train.pipeline)
     except UserError as error:

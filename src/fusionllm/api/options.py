@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, near_hint
 
 
 def tables_from_options(options: Mapping[str, Any], config: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
@@ -30,8 +29,7 @@ def tables_from_options(options: Mapping[str, Any], config: type[msgspec.Struct]
         if name in tables and isinstance(value, Mapping):
             out.setdefault(name, {}).update(value)
         elif name not in homes:
-            near = difflib.get_close_matches(name, [*homes, *tables], 1)
-            raise UserError(f"unknown option {name} = {value!r}{f'; did you mean {near[0]}?' if near else ''}")
+            raise UserError(f"unknown option {name} = {value!r}{near_hint(name, [*homes, *tables])}")
         elif len(homes[name]) > 1:
             choices = " or ".join(f"{table}={{{name!r}: ...}}" for table in homes[name])
             raise UserError(f"option {name} = {value!r} could mean several things; write {choices}")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, near_hint
 
 #: Architectures by name, shaped by ``ModelConfig.config``.
 ARCHITECTURES = ("gpt2", "llama")
@@ -71,7 +71,10 @@ def check_source(config: ModelConfig, base_dir: Path) -> None:
         if len(name.split(":")) != 3 or not all(name.split(":")):
             raise UserError(f"model.source is {name!r}; write it like python:MODULE:FUNCTION")
     elif name not in ARCHITECTURES and not (path / "config.json").is_file() and not is_config:
-        raise UserError(f"model.source is {name!r}; there is no such folder or file under {base_dir}; use {_FORMS}")
+        near = near_hint(name, ARCHITECTURES)
+        raise UserError(
+            f"model.source is {name!r}{near}; there is no such folder or file under {base_dir}; use {_FORMS}"
+        )
     brings_weights = name.startswith("python:") and not config.lazy
     if config.init == "pretrained" and not brings_weights and not any(path.glob("*.safetensors")):
         raise UserError(f"model.init is 'pretrained', and {path} has no .safetensors file")

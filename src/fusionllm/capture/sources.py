@@ -22,7 +22,7 @@ import torch
 from fusionllm.capture import bottleneck
 from fusionllm.capture.inits import recorded
 from fusionllm.capture.options import ARCHITECTURES, CONTEXTS, BottleneckConfig, ModelConfig, check_source
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, near_hint
 from fusionllm.ir.init import Init
 
 
@@ -156,14 +156,10 @@ def _architecture(name: str, overrides: Mapping[str, Any]) -> Any:
 
 def _overridden(hf_config: Any, name: str, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
     """The config made of ``raw`` and ``overrides``; ``hf_config`` shows which keys there are."""
-    import difflib
-
     known = {**hf_config.to_dict(), **getattr(hf_config, "attribute_map", {})}
     for key in overrides:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"unknown key model.config.{key} = {overrides[key]!r} for {name}{hint}")
+            raise UserError(f"unknown key model.config.{key} = {overrides[key]!r} for {name}{near_hint(key, known)}")
     vocab_size = overrides.get("vocab_size")
     ids: dict[str, None] = {}
     if isinstance(vocab_size, int):  # the architecture's default ids may lie outside a smaller vocabulary

@@ -5,24 +5,25 @@ The command; `cli.show_plan` does the work and is imported when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
+from fusionllm.estimate.memory import OPTIMIZER_COPIES
 from fusionllm.schedule.pipeline import PIPELINES, SIMULATED, check_pipeline
 
 PRECISIONS = ("bfloat16", "float32")
 DEVICE_MODELS = ("rates", "lambda")
 
 
-def check_words(given: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
+def check_words(given: Iterable[tuple[str, str, Collection[str]]]) -> None:
     """Flags, what they were given, what is known. Raises UserError."""
     for name, word, known in given:
         if word not in known:
-            raise UserError(f"{name} is {word!r}; known: {', '.join(known)}")
+            raise UserError(f"{name} is {word!r}; {known_names(word, known)}")
 
 
 def plan(
@@ -39,7 +40,7 @@ def plan(
     num_microbatches: Annotated[int, typer.Option(min=1, max=4096, help="Microbatches of a step.")] = 16,
     pipeline: Annotated[str, typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}.")] = "1f1b-ahead",
     precision: Annotated[str, typer.Option(help=f"Of activations; one of {', '.join(PRECISIONS)}.")] = "bfloat16",
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZER_COPIES)}.")] = "adamw",
     device_model: Annotated[str, typer.Option(help="rates per kind of operator, or the paper's lambda.")] = "rates",
     what_if: Annotated[
         list[str] | None,
@@ -72,7 +73,13 @@ def plan(
         from fusionllm.sim.codecs import check_rule
         from fusionllm.sim.what_if import change
 
-        check_words((("--precision", precision, PRECISIONS), ("--device-model", device_model, DEVICE_MODELS)))
+        check_words(
+            (
+                ("--precision", precision, PRECISIONS),
+                ("--device-model", device_model, DEVICE_MODELS),
+                ("--optimizer", optimizer, OPTIMIZER_COPIES),
+            )
+        )
         check_pipeline(pipeline)
         check_rule(codecs, ratio)
         if svg is not None and (svg.suffix.lower() != ".svg" or not svg.parent.is_dir()):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fusionllm.cli.plan import DEVICE_MODELS, PRECISIONS, check_words
+from fusionllm.estimate.memory import OPTIMIZER_COPIES
 from fusionllm.schedule.pipeline import PIPELINES, SIMULATED, check_pipeline
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def simulate(
     num_microbatches: Annotated[int, typer.Option(min=1, max=4096, help="Microbatches of a step.")] = 16,
     pipeline: Annotated[str, typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}.")] = "1f1b-ahead",
     precision: Annotated[str, typer.Option(help=f"Of activations; one of {', '.join(PRECISIONS)}.")] = "bfloat16",
-    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or none.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZER_COPIES)}.")] = "adamw",
     device_model: Annotated[str, typer.Option(help="rates per kind of operator, or the paper's lambda.")] = "rates",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -70,7 +71,13 @@ def simulate(
         from fusionllm.sim.world import WorldOptions, check_world
         from fusionllm.units import parse_duration_s
 
-        check_words((("--precision", precision, PRECISIONS), ("--device-model", device_model, DEVICE_MODELS)))
+        check_words(
+            (
+                ("--precision", precision, PRECISIONS),
+                ("--device-model", device_model, DEVICE_MODELS),
+                ("--optimizer", optimizer, OPTIMIZER_COPIES),
+            )
+        )
         check_pipeline(pipeline)
         options = StepOptions(
             microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,

@@ -30,7 +30,7 @@ from fusionllm.compress.quantise import FP8_CODEC, INT4_CODEC, INT8_CODEC
 from fusionllm.compress.rotate import HADAMARD_CODEC, OUTLIER_CODEC
 from fusionllm.compress.sparse import RANDOMK_CODEC, SAME_MASK_CODEC, TOPK_CODEC, TOPK_PAPER_CODEC
 from fusionllm.compress.tangent import tangent_over
-from fusionllm.errors import LocalProtocolError, RemoteProtocolError, UserError
+from fusionllm.errors import LocalProtocolError, RemoteProtocolError, UserError, known_names
 from fusionllm.ir.codec import IDENTITY, CodecSpec, verify_codec, wire_num_bytes
 from fusionllm.ir.tensor import FLOATS
 
@@ -67,7 +67,7 @@ def codec_of(spec: CodecSpec) -> Codec:
         return WRAPPERS[spec.name](codec_of(spec.inner))
     found = CODECS.get(spec.name)
     if found is None:
-        raise UserError(f"codec {spec.name!r} has no code here; known: {', '.join([*CODECS, *WRAPPERS])}")
+        raise UserError(f"codec {spec.name!r} has no code here; {known_names(spec.name, [*CODECS, *WRAPPERS])}")
     return found
 
 

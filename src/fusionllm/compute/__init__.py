@@ -15,7 +15,7 @@ from fusionllm.compute.backend import Backend, Ready
 from fusionllm.compute.groups import resolve_groups
 from fusionllm.compute.optimizers import check_optimizer
 from fusionllm.compute.options import ComputeOptions, OptimConfig, ParamGroup, learning_rate
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.ir.cluster import NodeProfile
 
 #: name of the backend, and of its framework's package -> where its class is, best first. A new one is a line here.
@@ -52,7 +52,7 @@ def choose_backend(wish: str) -> str:
         UserError: unknown, or not installed; says how to install it.
     """
     if wish not in ("auto", *BACKENDS):
-        raise UserError(f"backend {wish!r} is not known; choose auto, {', '.join(BACKENDS)}")
+        raise UserError(f"backend {wish!r} is not known; {known_names(wish, ('auto', *BACKENDS))}")
     for name in BACKENDS if wish == "auto" else [wish]:
         if find_spec(name) is not None:
             return name
@@ -82,7 +82,7 @@ def calibrate(name: str, device: str, precision: str = "float32") -> NodeProfile
     """Measure a device with a backend, in float32 or bfloat16. Raises UserError for a backend that cannot."""
     module, _, attribute = CALIBRATIONS.get(name, "").partition(":")
     if not module:
-        raise UserError(f"backend {name!r} has no calibration; known: {', '.join(CALIBRATIONS)}")
+        raise UserError(f"backend {name!r} has no calibration; {known_names(name, CALIBRATIONS)}")
     profile: NodeProfile = getattr(import_module(module), attribute)(device, precision)
     return profile
 

@@ -6,13 +6,12 @@ which evaluates the whole model several times a step, and ``sparseadam``, whose 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from fusionllm.compute.options import OptimConfig
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -51,9 +50,7 @@ _OURS: dict[str, dict[str, Any]] = {
 def known_options(name: str) -> dict[str, Any]:
     """Options of an optimizer with torch's defaults. Raises UserError for a name that is not known."""
     if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name, OPTIMIZERS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"optimizer.name is {name!r}{hint}; known: {', '.join(OPTIMIZERS)}")
+        raise UserError(f"optimizer.name is {name!r}; {known_names(name, OPTIMIZERS)}")
     return OPTIMIZERS[name] if name == "muon" else {**OPTIMIZERS[name], **_SHARED}
 
 
@@ -72,10 +69,8 @@ def arguments(config: OptimConfig, name: str, options: Mapping[str, Any], weight
     given = {**mine, **options}
     for key, value in given.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(
-                f"optimizer.{key} = {value!r}: {name} has no such option{hint}; it has {', '.join(sorted(known))}"
+                f"optimizer.{key} = {value!r}: {name} has no such option; {known_names(key, sorted(known))}"
             )
         _check_type(name, key, value, known[key])
     decay: dict[str, Any] = {"weight_decay": weight_decay} if name not in NO_WEIGHT_DECAY else {}

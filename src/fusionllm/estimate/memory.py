@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.estimate.work import OpWork
 
 #: Copies of a trained parameter that an optimizer of torch keeps beside it, at most (adafactor: rows and columns only).
@@ -40,7 +40,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def memory_of(works: Sequence[OpWork], optimizer: str = "adamw") -> StageMemory:
     """What these operators need together. Raises UserError for an optimizer that is not known."""
     if optimizer not in OPTIMIZER_COPIES:
-        raise UserError(f"optimizer {optimizer!r}; known: {', '.join(OPTIMIZER_COPIES)}")
+        raise UserError(f"optimizer {optimizer!r}; {known_names(optimizer, OPTIMIZER_COPIES)}")
     trained = sum(work.trained_bytes for work in works)
     return StageMemory(
         weight_bytes=sum(work.param_bytes for work in works),

@@ -21,7 +21,7 @@ from typing import Union
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.ir.codec_formats import FORMATS, Format, Value, format_of
 from fusionllm.ir.tensor import DTYPES, FLOATS
 
@@ -136,7 +136,7 @@ def codec_spec(name: str, parameters: Mapping[str, Value] | None = None, inner: 
     given = dict(parameters or {})
     for key in given:
         if key not in known:
-            raise UserError(f"codec {name!r} has no parameter {key!r}; it has: {', '.join(known) or 'none'}")
+            raise UserError(f"codec {name!r} has no parameter {key!r}; {known_names(key, known or ('none',))}")
     pairs = [(key, p.read(f"codec {name!r}: {key}", given[key])) for key, p in known.items() if key in given]
     if format_of(name).wraps and inner is None:
         inner = IDENTITY

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Union
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.ir.tensor import DTYPES
 
 Value = Union[int, float, str]  # noqa: UP007  evaluated at run time
@@ -44,7 +44,7 @@ class Parameter:
             raise UserError(f"{what}={value!r} is not a valid {kind.__name__}") from None
         if self.choices:
             if read not in self.choices:
-                raise UserError(f"{what}={value} is not one of {', '.join(map(str, self.choices))}")
+                raise UserError(f"{what}={value} is not known; {known_names(str(value), [*map(str, self.choices)])}")
         elif not (isinstance(read, (int, float)) and self.low <= read <= self.high):
             raise UserError(f"{what}={value} is outside {self.low:g} .. {self.high:g}")
         if isinstance(value, float) and value != read:
@@ -328,5 +328,5 @@ def format_of(name: str) -> Format:
     """Raises UserError that lists the known codecs."""
     found = FORMATS.get(name)
     if found is None:
-        raise UserError(f"unknown codec {name!r}; known: {', '.join(FORMATS)}")
+        raise UserError(f"unknown codec {name!r}; {known_names(name, FORMATS)}")
     return found

@@ -6,12 +6,11 @@ names are ours and frozen: they equal ATen's at the time of opset 1, and a later
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fusionllm.errors import GraphError, UserError
+from fusionllm.errors import GraphError, UserError, near_names
 
 OPSET = 1
 
@@ -264,7 +263,7 @@ def schema(name: str) -> OpSchema:
     """The schema of an operator. Raises GraphError for one that is not in the list."""
     found = OPS.get(name)
     if found is None:
-        near = difflib.get_close_matches(name, OPS, 3)
+        near = near_names(name, OPS, 3)
         hint = f" (near: {', '.join(near)})" if near else ""
         raise GraphError(f"operator {name!r} is not in the allow-list{hint}; docs/operators.md shows how to add one")
     return found

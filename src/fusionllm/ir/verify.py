@@ -7,11 +7,10 @@ argument is of its schema, every value is defined before it is read, every size 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from fusionllm.errors import GraphError
+from fusionllm.errors import GraphError, near_names
 from fusionllm.ir.graph import FORMAT_VERSION, UNUSED, Arg, Op, OpGraph
 from fusionllm.ir.ops import OPS, OPSET, OpSchema
 from fusionllm.ir.tensor import DTYPES, SCALARS, TensorSpec, dim_symbols
@@ -134,7 +133,7 @@ def _schema(op: Op, where: str, allow_ops: Collection[str]) -> OpSchema:
         if odd := [name for name in op.args if not name.isidentifier() or len(name) > 64]:
             raise GraphError(f"{where} has an argument named {odd[0][:80]!r}")
         return OpSchema(tuple(op.args), 0)
-    near = difflib.get_close_matches(op.name[:100], (*OPS, *allow_ops), n=3)
+    near = near_names(op.name, (*OPS, *allow_ops), 3)
     hint = f"; near ones: {', '.join(near)}" if near else ""
     raise GraphError(
         f"{where[:120]} is not in the list of operators of opset {OPSET} and not allowed here by name{hint}"

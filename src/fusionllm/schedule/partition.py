@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
-from fusionllm.errors import PlanError, UserError
+from fusionllm.errors import PlanError, UserError, known_names
 from fusionllm.ir.cuts import Cut, anchored_ops, list_cuts
 from fusionllm.ir.graph import OpGraph
 
@@ -178,7 +178,7 @@ def partition_graph(
     """
     partitioner = PARTITIONERS.get(method)
     if partitioner is None:
-        raise UserError(f"unknown partitioner {method!r}; known: {', '.join(PARTITIONERS)}")
+        raise UserError(f"unknown partitioner {method!r}; {known_names(method, PARTITIONERS)}")
     num_ops = len(anchored_ops(graph))
     if costs is None and method != "equal-number":
         raise PlanError(

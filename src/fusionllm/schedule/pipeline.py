@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from fusionllm.errors import PlanError, UserError
+from fusionllm.errors import PlanError, UserError, known_names
 from fusionllm.ir.program import Action, StageProgram
 
 Pipeline = Callable[[int, int, int], StageProgram]
@@ -130,8 +130,10 @@ def find_pipeline(name: str) -> Pipeline:
             f"pipeline schedule {name[:80]!r} can be planned and simulated, but nodes do not execute it yet; "
             f"use one of {', '.join(PIPELINES)}"
         )
-    if base not in PIPELINES or (colon and (base != AHEAD or _DEPTHS.fullmatch(text) is None)):
-        raise UserError(f"unknown pipeline schedule {name[:80]!r}; known: {', '.join(PIPELINES)}, {AHEAD}:DEPTH,...")
+    if base not in PIPELINES:
+        raise UserError(f"unknown pipeline schedule {name[:80]!r}; {known_names(base, PIPELINES)}")
+    if colon and (base != AHEAD or _DEPTHS.fullmatch(text) is None):
+        raise UserError(f"{name[:80]!r}: only {AHEAD} takes depths, from 1 up, written like {AHEAD}:7,5,3,1")
     if not colon:
         return PIPELINES[base]
     depths = [int(word) for word in text.split(",")]
@@ -161,6 +163,8 @@ def stages_per_node(name: str) -> int:
 def check_pipeline(name: str) -> None:
     """Whether a name can be planned. Raises UserError for one that is not known."""
     base, _, text = name.partition(":")
+    if base not in (*PIPELINES, *SIMULATED):
+        raise UserError(f"unknown pipeline schedule {name[:80]!r}; {known_names(base, (*PIPELINES, *SIMULATED))}")
     if base not in SIMULATED:
         find_pipeline(name)
     elif stages_per_node(name) == 1 and text:

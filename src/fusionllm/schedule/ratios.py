@@ -107,7 +107,7 @@ RATIO_RULES: dict[str, Rule] = {"adatopk-paper": adatopk_paper, "uniform-topk": 
 def choose_codecs(rule: str, loads: Sequence[LinkLoad], number: float) -> list[CodecSpec]:
     """Codecs by the name of a rule. Raises UserError for one that is not known."""
     if rule not in RATIO_RULES:
-        raise UserError(f"unknown ratio rule {rule!r}; known: {', '.join(RATIO_RULES)}")
+        raise UserError(f"unknown ratio rule {rule!r}; {known_names(rule, RATIO_RULES)}")
     return RATIO_RULES[rule](loads, number)
 
 
@@ -122,8 +122,8 @@ def ladder_to(floor: str) -> tuple[CodecSpec, ...]:
         for count, spec in enumerate(ladder, 1):
             if str(spec) == floor:
                 return ladder[:count]
-    known = ", ".join(map(str, (*LADDER, PRETRAINED[-1])))
-    raise UserError(f"floor is {floor!r}; it must be a codec of the ladder: {known}")
+    known = [str(spec) for spec in (*LADDER, PRETRAINED[-1])]
+    raise UserError(f"floor is {floor!r}, no codec of the ladder; {known_names(floor, known)}")
 
 
 def check_rule(name: str, ratio: float, floor: str) -> None:

@@ -23,7 +23,7 @@ from fusionllm.ir.ops import OPS
 from fusionllm.schedule.placement import Cluster, NodeModel, Owner, Pin, Share
 from fusionllm.sim.devices import Device, check_device, device_block, find_device, known_devices
 from fusionllm.store.atomic import write_atomic
-from fusionllm.store.toml import check_keys, parse_toml, read_text, read_toml
+from fusionllm.store.toml import convert_tree, parse_toml, read_text, read_toml
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
 
 MAX_NODES = 10_000
@@ -124,11 +124,7 @@ def append_device(path: Path, device: Device) -> None:
 
 def build_spec(raw: dict[str, Any]) -> ClusterSpec:
     """Check a plain tree. Raises UserError."""
-    check_keys(raw, ClusterSpec)
-    try:
-        spec = msgspec.convert(raw, ClusterSpec, strict=True)
-    except msgspec.ValidationError as error:
-        raise UserError(f"cluster file: {error}") from None
+    spec = convert_tree(raw, ClusterSpec)
     check_spec(spec)
     return spec
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.estimate.coding import assumed_speed
 from fusionllm.estimate.device import DeviceRates
 from fusionllm.ir.codec import CodecSpec, CodecSpeed
@@ -41,7 +41,7 @@ def speeds_of(rates: Mapping[str, DeviceRates]) -> Callable[[CodecSpec, NodeMode
 def check_rule(rule: str, ratio: float) -> None:
     """Raises UserError for a rule that is not known or a ratio that is none."""
     if rule and rule not in RATIO_RULES:
-        raise UserError(f"--codecs is {rule!r}; known: {', '.join(RATIO_RULES)}")
+        raise UserError(f"--codecs is {rule!r}; {known_names(rule, RATIO_RULES)}")
     if not 1 <= ratio < float("inf"):
         raise UserError(f"--ratio is {ratio}; it must be at least 1 and finite")
 

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, near_hint
 from fusionllm.store.atomic import write_atomic
-from fusionllm.store.sources import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NUMBERED = re.compile(r"run-([0-9]{1,9})")
@@ -97,7 +96,7 @@ class RunDir:
             name = numbers[max(numbers)]
         if name not in names:
             known = ", ".join(names[-10:]) or "none"
-            raise UserError(f"no run {name!r} in {root}{nearest(name, names)}; the runs there: {known}")
+            raise UserError(f"no run {name!r} in {root}{near_hint(name, names)}; the runs there: {known}")
         return cls(root / name)
 
     def write_config(self, text: str) -> None:

@@ -8,7 +8,6 @@ batches.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, near_hint, near_names
 
 #: What a folder is searched for, at any depth.
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
@@ -106,7 +105,7 @@ def _numeric_rows(obj: Any, first: Mapping[str, Any], name: str, text_column: st
     texts = [column for column, value in first.items() if isinstance(value, str)]
     if texts or not first:
         columns = ", ".join(map(repr, first)) or "none"
-        close = nearest(text_column, texts) or (f"; set data.text_column to {texts[0]!r}" if texts else "")
+        close = near_hint(text_column, texts) or (f"; set data.text_column to {texts[0]!r}" if texts else "")
         raise UserError(f"{name}: no text in column {text_column!r}; its columns are {columns}{close}")
     return Rows(name, obj)
 
@@ -190,19 +189,13 @@ def _read_jsonl(file: Path, text_column: str) -> Iterator[str]:
         if not isinstance(row, dict):
             raise UserError(f"{file}:{number}: a line must be a JSON object, not a {type(row).__name__}")
         if text_column not in row:
-            close = nearest(text_column, list(row)) or "; set data.text_column"
+            close = near_hint(text_column, list(row)) or "; set data.text_column"
             keys = ", ".join(map(repr, row)) or "none"
             raise UserError(f"{file}:{number}: no key {text_column!r}; its keys are {keys}{close}")
         if not isinstance(row[text_column], str):
             kind = type(row[text_column]).__name__
             raise UserError(f"{file}:{number}: {text_column!r} must be a text, not a {kind}")
         yield row[text_column]
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """``"; did you mean 'x'?"`` for the closest known name, or an empty text."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _nearest_entry(path: Path) -> str:
@@ -214,7 +207,7 @@ def _nearest_entry(path: Path) -> str:
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError:
         names = []
-    close = difflib.get_close_matches(missing, names, n=3, cutoff=0.5)
+    close = near_names(missing, names, 3)
     where = f" ({missing!r} is not in {folder})"
     return f"{where}; did you mean {' or '.join(repr(str(folder / name)) for name in close)}?" if close else where
 
@@ -257,8 +250,6 @@ def _call_python(source: str, base_dir: Path) -> Any:
         sys.path.remove(str(base_dir.resolve()))
     function = getattr(module, function_name, None)
     if not callable(function):
-        names = [name for name in vars(module) if not name.startswith("_")]
-        raise UserError(
-            f"data.source {source!r}: {module_name!r} has no function {function_name!r}{nearest(function_name, names)}"
-        )
+        near = near_hint(function_name, [name for name in vars(module) if not name.startswith("_")])
+        raise UserError(f"data.source {source!r}: {module_name!r} has no function {function_name!r}{near}")
     return function()

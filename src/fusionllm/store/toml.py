@@ -6,10 +6,11 @@ file -> **plain tree** -> struct.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -19,6 +20,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_FILE_BYTES = 4 << 20
 
@@ -79,7 +82,40 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def check_keys(raw: Any, struct: type[msgspec.Struct], where: str = "") -> None:
+def convert_tree(raw: Any, struct: type[T]) -> T:
+    """The struct of a plain tree. Raises UserError that names the key, the value, and what would be right."""
+    _check_keys(raw, struct)
+    try:
+        return msgspec.convert(raw, struct, strict=True)
+    except msgspec.ValidationError as error:
+        raise UserError(_sentence(str(error), raw, struct)) from None
+
+
+def _sentence(message: str, raw: Any, struct: type[msgspec.Struct]) -> str:
+    match = re.search(r"(.*) - at `\$\.?(.*)`", message)
+    if match is None:
+        return message
+    what, path = f"{match[1][0].lower()}{match[1][1:]}", match[2]
+    value, kind = raw, struct
+    for name in re.findall(r"[^.\[\]]+", path):
+        try:
+            value, kind = (value[int(name)] if isinstance(value, (list, tuple)) else value[name]), _kind_of(kind, name)
+        except (KeyError, IndexError, TypeError, ValueError):
+            return f"{path}: {match[1]}"
+    if get_origin(kind) is Literal:
+        what = known_names(str(value), get_args(kind))
+    return f"{path} = {value!r:.80}: {what}"
+
+
+def _kind_of(kind: Any, name: str) -> Any:
+    """The type of a struct's field or of a tuple's entries; None for others."""
+    inner = next((t for t in (kind, *get_args(kind)) if _is_struct(t)), None)
+    if get_origin(kind) is tuple:
+        return get_args(kind)[0]
+    return None if inner is None else get_type_hints(inner).get(name)
+
+
+def _check_keys(raw: Any, struct: type[msgspec.Struct], where: str = "") -> None:
     """Refuse a key that a struct, or one within it, does not have. Raises UserError with the nearest.
 
     Args:
@@ -96,12 +132,12 @@ def check_keys(raw: Any, struct: type[msgspec.Struct], where: str = "") -> None:
         if inner is None:
             continue
         if get_origin(kind) is not tuple:
-            check_keys(value, inner, f"{where}{key}.")
+            _check_keys(value, inner, f"{where}{key}.")
         elif not isinstance(value, (list, tuple)):
             raise UserError(f"{where}{key} must be written as [[{where}{key}]], once per entry")
         else:
             for index, entry in enumerate(value):
-                check_keys(entry, inner, f"{where}{key}[{index}].")
+                _check_keys(entry, inner, f"{where}{key}[{index}].")
 
 
 def _is_struct(kind: Any) -> bool:

@@ -13,7 +13,7 @@ import logging
 import sys
 from typing import TextIO
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 
 LEVELS = ("debug", "info", "warning", "error")
 _HANDLER_NAME = "fusionllm-console"
@@ -48,7 +48,7 @@ def configure_logging(node: str, level: str = "info", stream: TextIO | None = No
         UserError: an unknown level.
     """
     if level.lower() not in LEVELS:
-        raise UserError(f"unknown log level {level!r}; use one of {', '.join(LEVELS)}")
+        raise UserError(f"unknown log level {level!r}; {known_names(level, LEVELS)}")
     logger = logging.getLogger(_ROOT)
     for handler in [h for h in logger.handlers if h.name == _HANDLER_NAME]:
         logger.removeHandler(handler)

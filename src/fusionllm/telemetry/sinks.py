@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.telemetry.events import Event, Note, StepMetrics, ValMetrics, decode_event, encode_event
 
 
@@ -182,7 +182,7 @@ def open_sinks(names: Iterable[str], folder: Path, resume_step: int | None = Non
     try:
         for name in names:
             if name not in SINKS:
-                raise UserError(f"unknown sink {name!r}; known: {', '.join(SINKS)}")
+                raise UserError(f"unknown sink {name!r}; {known_names(name, SINKS)}")
             sinks.append(SINKS[name](folder, resume_step))
     except BaseException:
         Fanout(sinks).close()

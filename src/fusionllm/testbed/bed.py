@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.testbed import namespaces
 from fusionllm.testbed.cgroups import Groups
 from fusionllm.testbed.emulator import DEVICE
@@ -185,7 +185,7 @@ class Testbed:
     def _check_host(self, host: str) -> None:
         known = [h.name for h in self.scenario.host]
         if host not in known:
-            raise UserError(f"no host {host[:80]!r}; known: {', '.join(known)}")
+            raise UserError(f"no host {host[:80]!r}; {known_names(host, known)}")
 
     # limits
 
@@ -237,7 +237,7 @@ class Testbed:
         specs = {}
         for name, fields in changes.items():
             if name not in pipes:
-                raise UserError(f"no pipe {name[:80]!r}; known: {', '.join(sorted(pipes))[:400]}")
+                raise UserError(f"no pipe {name[:80]!r}; {known_names(name, sorted(pipes))}")
             try:
                 specs[name] = msgspec.convert(msgspec.structs.asdict(pipes[name]) | dict(fields), PipeSpec, strict=True)
             except msgspec.ValidationError as error:

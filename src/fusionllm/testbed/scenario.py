@@ -6,7 +6,6 @@ documents the file.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -15,10 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.estimate.library import DEVICES
 from fusionllm.sim.devices import find_device
-from fusionllm.store.toml import check_keys, read_toml
+from fusionllm.store.toml import convert_tree, read_toml
 from fusionllm.testbed.nat import Kind
 from fusionllm.testbed.pipe import PipeSpec
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s, parse_num_bytes
@@ -125,11 +124,7 @@ def load_scenario(path: Path) -> Scenario:
 
 def build_scenario(raw: Mapping[str, Any]) -> Scenario:
     """Check a plain tree. Raises UserError."""
-    check_keys(raw, Scenario)
-    try:
-        scenario = msgspec.convert(raw, Scenario, strict=True)
-    except msgspec.ValidationError as error:
-        raise UserError(f"scenario: {error}") from None
+    scenario = convert_tree(raw, Scenario)
     _check_names(scenario)
     _check_values(scenario)
     return scenario
@@ -147,12 +142,12 @@ def _check_names(scenario: Scenario) -> None:
         raise UserError(f"the name {name!r} stands for {times} fences or hosts; give each its own")
     for host in scenario.host:
         if host.fence not in fences:
-            raise UserError(f"host {host.name} is in {host.fence[:80]!r}, no fence; known: {', '.join(fences)}")
+            raise UserError(f"host {host.name} is in {host.fence[:80]!r}, no fence; {known_names(host.fence, fences)}")
     for index, link in enumerate(scenario.link):
         for end in (link.a, link.b):
             if end not in fences and end not in hosts:
-                near = difflib.get_close_matches(end, [*fences, *hosts], 1)
-                raise UserError(f"link[{index}] names {end[:80]!r}, no fence or host{f'; {near[0]}?' if near else ''}")
+                known = known_names(end, [*fences, *hosts])
+                raise UserError(f"link[{index}] names {end[:80]!r}, no fence or host; {known}")
         if link.a == link.b:
             raise UserError(f"link[{index}] joins {link.a} to itself; the fence's own bandwidth is in [[fence]]")
         if (link.a in fences) != (link.b in fences):
@@ -165,7 +160,7 @@ def _check_names(scenario: Scenario) -> None:
 
 def _check_values(scenario: Scenario) -> None:
     if scenario.congestion not in CONGESTION:
-        raise UserError(f"congestion is {scenario.congestion[:80]!r}; known: {', '.join(CONGESTION)}")
+        raise UserError(f"congestion is {scenario.congestion[:80]!r}; {known_names(scenario.congestion, CONGESTION)}")
     for host in scenario.host:
         if not 0 <= host.cpu <= 1024 or 0 < host.cpu < 0.01:
             raise UserError(f"host {host.name}: cpu is {host.cpu}; give cores, 0.01 or more, or 0 for no limit")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fusionllm.compute.optimizers import group_arguments, known_options
 from fusionllm.compute.options import OptimConfig
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 
 Arrays = dict[str, Any]
 #: (parameter, gradient, state before, count of steps with this one, learning rate, options) -> (parameter, state).
@@ -118,7 +118,7 @@ class JaxOptimizer:
         self._ways = {n: group_arguments(config, n, p.ndim) for n, p in parameters.items()}
         for kind, _, _ in self._ways.values():
             if kind not in RULES:
-                raise UserError(f"the jax backend has no optimizer {kind!r}; it has {', '.join(RULES)}")
+                raise UserError(f"the jax backend has no optimizer {kind!r}; {known_names(kind, RULES)}")
         self._states: dict[str, Arrays] = {}
         self._update = jax.jit(self._trace, donate_argnames=("tensors", "states"))
 
