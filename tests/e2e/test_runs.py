@@ -293,6 +293,7 @@ def test_texts_from_python_then_export_without_them(tmp_path):
     assert len(result.losses) == 3 and not result.stopped_early
     assert [type(e).__name__ for e in result.history] == ["StepMetrics"] * 3 + ["ValMetrics"]
     assert {"Plan", "StepMetrics", "ValMetrics"} <= {type(e).__name__ for e in seen}
+    next(result.run_dir.glob("checkpoints/*/optimizer.safetensors")).write_bytes(b"")
     folder = fusionllm.export(result.run_dir, tmp_path / "hf")
     assert (folder / "model.safetensors").is_file()
     with pytest.raises(UserError, match=r"did you mean steps"):

@@ -241,7 +241,7 @@ def test_damage_names_the_file_and_the_way_out(tmp_path):
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"weights.safetensors was damaged.*resume from another one: step 4"):
+    with pytest.raises(CheckpointError, match=r"weights.safetensors was damaged.*another of step 4: export it"):
         load_checkpoint(tmp_path).verify()
     weights.write_bytes(raw[:-1])
     with pytest.raises(CheckpointError, match=r"weights.safetensors has .* bytes, the manifest says"):
@@ -249,6 +249,22 @@ def test_damage_names_the_file_and_the_way_out(tmp_path):
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"weights.safetensors is missing"):
         load_checkpoint(tmp_path)
+
+
+def test_weights_alone_are_read_beside_a_damaged_file_of_the_optimizer(tmp_path, caplog):
+    path = save(tmp_path, 5)
+    with (path / OPTIMIZER_FILE).open("r+b") as file:
+        file.truncate(9)
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors has 9 bytes"):
+        load_checkpoint(tmp_path)
+    assert not caplog.records
+    opened = load_checkpoint(tmp_path, weights_only=True)
+    assert "optimizer.safetensors has 9 bytes" in caplog.text
+    assert (opened.read_weight("wte.weight").numpy() == 5).all()
+    opened.verify()
+    (path / WEIGHTS_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"weights.safetensors is missing"):
+        load_checkpoint(tmp_path, weights_only=True)
 
 
 @pytest.mark.parametrize(

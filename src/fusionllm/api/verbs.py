@@ -110,7 +110,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
 
     Raises:
         UserError: no such run, a folder that is not empty, a model that is not from Hugging Face.
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint's weights are damaged; of other damage a warning is logged.
     """
     import torch
 
@@ -129,7 +129,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> P
         raise UserError(f"{out} is not empty; name a new folder")
     config = load_config(run_dir.config)
     base_dir = Path(config.run.base_dir)
-    checkpoint = load_checkpoint(run_dir.checkpoints, step)
+    checkpoint = load_checkpoint(run_dir.checkpoints, step, weights_only=True)
     specs = checkpoint.manifest.weights
     weights = Reading(specs, checkpoint.read_weight)
     lazy = config.model.lazy and not config.model.bottleneck.rank

@@ -278,7 +278,9 @@ def export(
 
     def work() -> None:
         from fusionllm.api import export as export_verb
+        from fusionllm.telemetry.log import configure_logging
 
+        configure_logging("export", "warning")
         out = export_verb(run, folder, step=step)
         print(
             json.dumps({"folder": str(out)})

@@ -21,6 +21,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from fusionllm.errors import CheckpointError
 from fusionllm.store.atomic import sync_folder
 from fusionllm.store.manifest import (
@@ -170,12 +172,13 @@ def save_checkpoint(
     return folder / name
 
 
-def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
+def load_checkpoint(path: Path, step: int | None = None, *, weights_only: bool = False) -> Checkpoint:
     """Open a checkpoint: the manifest, file sizes and headers are checked, the hashes only by ``verify``.
 
     Args:
         path: a checkpoint's folder, or the folder that holds a run's checkpoints.
         step: which one; None for the latest.
+        weights_only: leave the optimizer's and the codecs' tensors out; that their files are damaged is only logged.
 
     Raises:
         CheckpointError: there is none, or it is torn, of another version, or not a checkpoint.
@@ -188,7 +191,13 @@ def load_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
         size = file.stat().st_size if file.is_file() else None
         if size != entry.num_bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise CheckpointError(f"{file} {found}, the manifest says {entry.num_bytes} bytes{_others(path)}")
+            damage = f"{file} {found}, the manifest says {entry.num_bytes} bytes"
+            if not weights_only or name == WEIGHTS_FILE:
+                raise CheckpointError(f"{damage}{_others(path)}")
+            _log.warning("%s; only the weights are used, a run could not go on from it", damage)
+    if weights_only:
+        files = {name: entry for name, entry in manifest.files.items() if name == WEIGHTS_FILE}
+        manifest = msgspec.structs.replace(manifest, files=files, optimizer={}, codecs={})
     return Checkpoint(path, manifest)
 
 
@@ -254,7 +263,8 @@ def _choose(folder: Path, step: int | None) -> Path:
 def _others(path: Path) -> str:
     """The way out when a checkpoint is damaged: the other ones beside it."""
     others = [str(step) for step, other in list_checkpoints(path.parent) if other != path]
-    return f"; resume from another one: step {' or '.join(others)}" if others else ""
+    steps = " and ".join(others)
+    return f"; there is another of step {steps}: export it with --step, or remove {path} to resume" if others else ""
 
 
 def _sweep(folder: Path) -> None:
