@@ -73,6 +73,7 @@ def invoke(*args: str):
         ("steps = 1", "precision = 'bfloat'", ["mean bfloat16?"]),
         ("[cluster]", "[cluster]\npartition = 'dpp'", ["mean dp?"]),
         ('source = "gpt2"', 'source = "gtp2"', ["mean gpt2?"]),
+        ("seq_len = 16", "tokenizer = 'byte'", ["data.tokenizer 'byte'", "mean bytes?"]),
         ("seq_len = 16", "documents = 'padedd'", ["data.documents = 'padedd'", "mean padded?", "joined"]),
         ("[cluster]", "[compression]\nforward = 'hadamrd'\n[cluster]", ["mean hadamard?"]),
         ("[cluster]", "[compression]\nforward = 'topk:ration=3'\n[cluster]", ["mean ratio?"]),

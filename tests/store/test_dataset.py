@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fusionllm.errors import UserError
 from fusionllm.ir.tensor import TensorSpec
 from fusionllm.store.dataset import DataConfig, Dataset, epoch_order, num_val_rows, open_dataset
+from fusionllm.store.tokens import open_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "data"
 
@@ -250,10 +251,31 @@ def test_an_unreachable_hub_is_explained(monkeypatch, tmp_path):
         open_dataset(DataConfig(source="hf:nobody/nothing-here"), seed=0, base_dir=tmp_path)
 
 
+def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatch, tmp_path):
+    pytest.importorskip("tokenizers")
+    from huggingface_hub import constants
+
+    asked = []
+
+    def nowhere(host, *rest, **more):
+        asked.append(host)
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.getaddrinfo", nowhere)
+    monkeypatch.setattr("fusionllm.store.hub.getproxies", dict)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(UserError, match=r"nobody/nothing-here.*check the name and the network"):
+        open_tokenizer("nobody/nothing-here", tmp_path)
+    assert len(asked) == 1 and constants.HF_HUB_OFFLINE is False
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
         ("missing.json", "no such file or folder"),
+        ("", "no such file or folder"),
+        ("byte", r"neither built in \(bytes, bytes\+eos\), nor .* OWNER/NAME; did you mean bytes\?"),
+        ("gtp2", r"did you mean gpt2\?"),
         ("broken.json", "is not a tokenizers JSON file"),
         ("folder", "has no tokenizer.json"),
     ],

@@ -35,7 +35,7 @@ from fusionllm.store.run_dir import RunDir
 from fusionllm.store.scratch import Scratch
 from fusionllm.store.sources import open_source
 from fusionllm.store.tensorfile import Reading
-from fusionllm.store.tokens import open_tokenizer
+from fusionllm.store.tokens import check_tokenizer
 from fusionllm.telemetry.events import Event, Note, StepMetrics, ValMetrics
 from fusionllm.telemetry.plot import plot_loss
 from fusionllm.telemetry.sinks import Fanout, open_sinks, read_events
@@ -84,8 +84,7 @@ def check_files(config: RunConfig, base_dir: Path, named_model: bool) -> None:
     is_path = not data.source.startswith(("hf:", "python:"))
     if is_path and not (data.source and (base_dir / Path(data.source).expanduser()).exists()):
         open_source(data.source, text_column=data.text_column, split=data.split, base_dir=base_dir)
-    if data.tokenizer.endswith(".json") and not (base_dir / data.tokenizer).exists():
-        open_tokenizer(data.tokenizer, base_dir)
+    check_tokenizer(data.tokenizer, base_dir)
     if is_path and named_model:
         check_context(data.seq_len, written_context(config.model, base_dir))
 

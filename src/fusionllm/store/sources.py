@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from fusionllm.errors import UserError, near_hint, near_names
+from fusionllm.store.hub import asking_hub
 
 #: What a folder is searched for, at any depth.
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
@@ -223,7 +224,8 @@ def _load_hub(source: str, split: str) -> Any:
             f"data.source {source!r} needs the 'datasets' package; install it with: pip install 'fusionllm[datasets]'"
         ) from None
     try:
-        return datasets.load_dataset(dataset, config or None, split=split)
+        with asking_hub():
+            return datasets.load_dataset(dataset, config or None, split=split)
     except Exception as error:  # the library raises a dozen unrelated types for a bad id or a dead network
         reason = str(error).strip().split("\n")[0][:300]
         raise UserError(

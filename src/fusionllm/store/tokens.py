@@ -16,9 +16,13 @@ import numpy as np
 import xxhash
 
 from fusionllm.errors import UserError
+from fusionllm.store.hub import asking_hub, check_hub_id
 
 #: Names under which the best-known tokenizers keep their end-of-text token, tried in order.
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
+
+#: Tokenizers that need no file.
+BUILT_IN = ("bytes", "bytes+eos")
 
 #: A long document is tokenized in pieces of about this many characters, cut after a line end, so that the
 #: memory of a tokenizer's result (some 100 bytes a token) stays small beside the text.
@@ -81,7 +85,7 @@ def byte_tokenizer_json(*, with_eos: bool) -> bytes:
 
 def tokenizer_json(name: str, base_dir: Path) -> bytes | None:
     """The tokenizers JSON of a tokenizer that `open_tokenizer` knows; None for one that lies on a hub."""
-    if name in ("bytes", "bytes+eos"):
+    if name in BUILT_IN:
         return byte_tokenizer_json(with_eos=name != "bytes")
     path = base_dir / Path(name).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -122,8 +126,9 @@ def open_tokenizer(name: str, base_dir: Path) -> Tokenizer:
     Raises:
         UserError: nothing of that name, or not a tokenizer.
     """
-    if name in ("bytes", "bytes+eos"):
+    if name in BUILT_IN:
         return ByteTokenizer(with_eos=name != "bytes")
+    check_tokenizer(name, base_dir)
     try:
         import tokenizers
     except ImportError:
@@ -131,23 +136,30 @@ def open_tokenizer(name: str, base_dir: Path) -> Tokenizer:
             f"data.tokenizer {name!r} needs the 'tokenizers' package; install it with: pip install "
             f"'fusionllm[train]', or set data.tokenizer to 'bytes'"
         ) from None
-    path = Path(name).expanduser()
-    path = path if path.is_absolute() else base_dir / path
+    path = base_dir / Path(name).expanduser()
     if path.exists():
         return _open_local(name, path, tokenizers)
-    if not name or name.endswith(".json") or name.count("/") > 1 or name.startswith((".", "~")):
-        raise UserError(
-            f"data.tokenizer {name!r}: no such file or folder in {base_dir}; give a tokenizers JSON file, a "
-            f"folder with tokenizer.json, a hub id, or 'bytes'"
-        )
     try:
-        return JsonTokenizer(name, tokenizers.Tokenizer.from_pretrained(name), None)
+        with asking_hub():
+            return JsonTokenizer(name, tokenizers.Tokenizer.from_pretrained(name), None)
     except Exception as error:  # the library raises a bare Exception for every failure
         reason = str(error).strip().split("\n")[0][:300]
         raise UserError(
             f"data.tokenizer {name!r}: neither a local file or folder in {base_dir} nor a tokenizer the hub "
             f"could give ({reason}); check the name and the network, or set data.tokenizer to 'bytes'"
         ) from error
+
+
+def check_tokenizer(name: str, base_dir: Path) -> None:
+    """Whether there may be a tokenizer of that name, by a look at the disk alone. Raises UserError."""
+    if name in BUILT_IN or (name and (base_dir / Path(name).expanduser()).exists()):
+        return
+    if not name or name.endswith(".json") or name.count("/") > 1 or name.startswith((".", "~")):
+        raise UserError(
+            f"data.tokenizer {name!r}: no such file or folder in {base_dir}; give a tokenizers JSON file, a "
+            f"folder with tokenizer.json, a hub id, or 'bytes'"
+        )
+    check_hub_id("data.tokenizer", name, BUILT_IN)
 
 
 def _open_local(name: str, path: Path, tokenizers: Any) -> JsonTokenizer:
