@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 import fusionllm
 from fusionllm.cli.main import app
-from fusionllm.errors import UserError
+from fusionllm.errors import CheckpointError, UserError
+from fusionllm.store.checkpoint import save_checkpoint
+from fusionllm.store.manifest import CheckpointMeta
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "examples" / "data" / "shakespeare.txt"
@@ -70,10 +72,11 @@ def invoke(*args: str):
         ("[cluster]", "[compression]\nlinks = 'fast'\n[cluster]", ["'fast'", "slow", "all"]),
         ("steps = 1", "pipeline = '1F1B-ahed'", ["mean 1f1b-ahead?", "known: gpipe, 1f1b, 1f1b-ahead"]),
         ("steps = 1", "pipeline = 'gpipe:2'", ["'gpipe:2'", "only 1f1b-ahead takes depths"]),
+        ("steps = 1", "pipeline = '1f1b-ahead:5,3,1'", ["train.pipeline", "3 depths for 2 stages"]),
         ("steps = 1", "precision = 'bfloat'", ["mean bfloat16?"]),
         ("[cluster]", "[cluster]\npartition = 'dpp'", ["mean dp?"]),
         ('source = "gpt2"', 'source = "gtp2"', ["mean gpt2?"]),
-        ("seq_len = 16", "tokenizer = 'byte'", ["data.tokenizer 'byte'", "mean bytes?"]),
+        ("seq_len = 16", "seq_len = 16\ntokenizer = 'byte'", ["data.tokenizer 'byte'", "mean bytes?"]),
         ("seq_len = 16", "documents = 'padedd'", ["data.documents = 'padedd'", "mean padded?", "joined"]),
         ("[cluster]", "[compression]\nforward = 'hadamrd'\n[cluster]", ["mean hadamard?"]),
         ("[cluster]", "[compression]\nforward = 'topk:ration=3'\n[cluster]", ["mean ratio?"]),
@@ -365,6 +368,7 @@ def test_what_is_no_model_is_refused_by_its_type(model):
         ({"source": "python:x"}, "python:MODULE:FUNCTION"),
         ({"source": "gpt2", "init": "pretrained"}, r"no \.safetensors"),
         ({"source": "gpt2", "config": {"n_positions": 8}}, "data.seq_len is 16, the model's context is 8"),
+        ("gpt2", "29 training rows but one global batch needs 99"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused_before_anything_is_started(tmp_path, monkeypatch, model, words):
@@ -372,5 +376,34 @@ def test_a_model_that_cannot_be_is_refused_before_anything_is_started(tmp_path, 
     text = tmp_path / "text.txt"
     text.write_text("word " * 100)
     with pytest.raises(UserError, match=words):
-        fusionllm.train(model, str(text), seq_len=16, run={"root": str(tmp_path / "runs")}, base_dir=tmp_path)
+        fusionllm.train(
+            model, str(text), seq_len=16, global_batch=99, run={"root": str(tmp_path / "runs")}, base_dir=tmp_path
+        )
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_run_goes_on_from_is_looked_at_before_anything_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr("fusionllm.api.run.LocalCluster", None)
+    text, folder = tmp_path / "text.txt", tmp_path / "old" / "checkpoints"
+    text.write_text("word " * 1000)
+    folder.mkdir(parents=True)
+
+    def resume(**options):
+        run = {"root": str(tmp_path), "name": "old", "resume": True}
+        fusionllm.train("gpt2", str(text), seq_len=16, run=run, base_dir=tmp_path, **options)
+
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        resume()
+    save_checkpoint(folder, 3, {}, {}, CheckpointMeta(graph_hash="", seed=0, data_step=3, data_fingerprint="other"))
+    with pytest.raises(CheckpointError, match="made with other data: other"):
+        resume()
+    with pytest.raises(UserError, match="has its 3 steps"):
+        resume(steps=3)
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "matplotlib", "tensorboardX"])
+def test_a_package_that_is_not_here_is_named_before_anything_is_started(package, tmp_path, monkeypatch):
+    monkeypatch.setattr("fusionllm.api.run.LocalCluster", None)
+    monkeypatch.setattr("fusionllm.api.run.find_spec", lambda name: None if name == package else name)
+    with pytest.raises(UserError, match=f"needs the package '{package}'; install it with"):
+        fusionllm.train("gpt2", str(TEXT), seq_len=16, run={"root": str(tmp_path / "runs")})

@@ -17,7 +17,7 @@ import tomli_w
 from fusionllm.capture.options import ModelConfig
 from fusionllm.compute import OptimConfig, check_optimizer
 from fusionllm.compute.options import Precision
-from fusionllm.errors import UserError, known_names
+from fusionllm.errors import PlanError, UserError, known_names
 from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import NAME, FenceLine, FenceLink, LinkShape, parse_ticket
 from fusionllm.schedule.partition import PARTITIONERS, SURVEYED
@@ -287,9 +287,11 @@ def _check_values(config: RunConfig) -> None:
         if word not in known:
             raise UserError(f"{name} is {word!r}; {known_names(word, known)}")
     try:
-        find_pipeline(train.pipeline)
-    except UserError as error:
-        raise UserError(f"train.pipeline: {error}") from None
+        pipeline = find_pipeline(train.pipeline)
+        if ":" in train.pipeline and cluster.partition in PARTITIONERS:
+            pipeline(0, cluster.nodes, 1)
+    except (UserError, PlanError) as error:
+        raise UserError(f"train.pipeline is {train.pipeline!r}: {error}") from None
     if train.prefetch > 32:
         raise UserError(f"train.prefetch is {train.prefetch}; it must be at most 32")
     check_optimizer(config.optimizer)

@@ -64,7 +64,7 @@ def prepare(
     """Open the data, build the model, capture it.
 
     Args:
-        module, obj: a model and data given by the caller, instead of the config's.
+        module, obj: a model and data given by the caller, instead of the config's; a Dataset is opened already.
         num_threads: of torch in this process from now on; 0: as it is.
 
     Raises:
@@ -104,13 +104,12 @@ def open_model(
     config: RunConfig, base_dir: Path, module: torch.nn.Module | None = None, obj: Any = None
 ) -> tuple[RunConfig, Dataset, Source]:
     """The data and the model that fits it, before capture. Raises UserError."""
-    dataset = open_dataset(config.data, seed=config.run.seed, base_dir=base_dir, obj=obj)
+    opened = isinstance(obj, Dataset)
+    dataset = obj if opened else open_dataset(config.data, seed=config.run.seed, base_dir=base_dir, obj=obj)
     model = config.model
     if module is None and dataset.vocab_size and model.source in ARCHITECTURES and "vocab_size" not in model.config:
         model = msgspec.structs.replace(model, config={**model.config, "vocab_size": dataset.vocab_size})
         config = msgspec.structs.replace(config, model=model)
-    if module is not None and model.lazy:
-        raise UserError("model.lazy is for a model named by model.source; the one given is built already")
     source = resolve_model(model, base_dir=base_dir, seed=config.run.seed, module=module, empty=model.lazy)
     if dataset.vocab_size:
         check_context(config.data.seq_len, source.max_seq_len)

@@ -1,6 +1,7 @@
 """One run from a checked configuration to the results in ``runs/NAME``: cluster, job, training, checkpoint, summary.
 
-Starts the node processes before it imports torch itself, so that both load at once.
+Checks first what can be told without torch, the data included; then starts the node processes and imports torch itself,
+so that both load at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +27,18 @@ from fusionllm.api.trainer import State, Trainer
 from fusionllm.capture.options import check_context, check_source, written_context
 from fusionllm.compute import ComputeOptions
 from fusionllm.errors import FusionError, UserError
-from fusionllm.ir.graph import encode_graph
+from fusionllm.ir.cuts import anchored_ops
+from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan
 from fusionllm.protocol import messages as m
+from fusionllm.schedule.partition import PARTITIONERS
 from fusionllm.schedule.ratios import default_floor
-from fusionllm.store.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from fusionllm.store.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from fusionllm.store.dataset import Dataset, open_dataset
 from fusionllm.store.manifest import CheckpointMeta
 from fusionllm.store.run_dir import RunDir
 from fusionllm.store.scratch import Scratch
-from fusionllm.store.sources import open_source
 from fusionllm.store.tensorfile import Reading
-from fusionllm.store.tokens import check_tokenizer
 from fusionllm.telemetry.events import Event, Note, StepMetrics, ValMetrics
 from fusionllm.telemetry.plot import plot_loss
 from fusionllm.telemetry.sinks import Fanout, open_sinks, read_events
@@ -75,25 +78,44 @@ class TrainResult:
         return [event.loss for event in self.history if isinstance(event, StepMetrics)]
 
 
-def check_files(config: RunConfig, base_dir: Path, named_model: bool) -> None:
-    """Refuse a data file or tokenizer that is not there, and text too long for a model that the config names.
+def _check_installed(config: RunConfig, named_model: bool) -> None:
+    """Before nodes start: what the run needs here in the end too. Raises UserError."""
+    needs = {
+        "training": "torch",
+        "model.source": "transformers" if named_model and not config.model.source.startswith("python:") else "",
+        "output.plot": "matplotlib" if config.output.plot else "",
+        "output.sinks": "tensorboardX" if "tensorboard" in config.output.sinks else "",
+    }
+    for what, package in needs.items():
+        if package and find_spec(package) is None:
+            raise UserError(f"{what} needs the package {package!r}; install it with: pip install 'fusionllm[train]'")
 
-    All that is known without torch and without reading the data, before any process is started. Raises UserError.
-    """
-    data = config.data
-    is_path = not data.source.startswith(("hf:", "python:"))
-    if is_path and not (data.source and (base_dir / Path(data.source).expanduser()).exists()):
-        open_source(data.source, text_column=data.text_column, split=data.split, base_dir=base_dir)
-    check_tokenizer(data.tokenizer, base_dir)
-    if is_path and named_model:
-        check_context(data.seq_len, written_context(config.model, base_dir))
+
+def _open_data(config: RunConfig, base_dir: Path, obj: Any) -> Dataset:
+    """The data, with enough of it for a step. Raises UserError."""
+    dataset = open_dataset(config.data, seed=config.run.seed, base_dir=base_dir, obj=obj)
+    dataset.steps_per_epoch(config.train.global_batch)
+    return dataset
 
 
-def _check_unfinished(run_dir: RunDir, num_steps: int) -> None:
-    """Before nodes start: a run that has all its steps is not resumed. Raises UserError."""
-    if max((step for step, _ in list_checkpoints(run_dir.checkpoints)), default=0) >= num_steps:
+def _open_checkpoint(run_dir: RunDir, num_steps: int, dataset: Dataset) -> Checkpoint:
+    """What a run goes on from. Raises UserError: it has all its steps; CheckpointError: none, torn, of other data."""
+    checkpoint = load_checkpoint(run_dir.checkpoints)
+    if checkpoint.manifest.step >= num_steps:
         raise UserError(
             f"run {run_dir.name!r} has its {num_steps} steps; to go on raise train.steps (--set train.steps=N)"
+        )
+    checkpoint.require(data_fingerprint=dataset.fingerprint)
+    return checkpoint
+
+
+def _check_stages(config: RunConfig, graph: OpGraph) -> None:
+    """Before nodes are asked: an operator for each stage. Raises UserError."""
+    num_ops = len(anchored_ops(graph))
+    if config.cluster.nodes > num_ops and config.cluster.partition in PARTITIONERS:
+        raise UserError(
+            f"cluster.nodes is {config.cluster.nodes}, and the model has {num_ops} operators to share out; "
+            f"set it (--nodes) to at most {num_ops}"
         )
 
 
@@ -144,23 +166,28 @@ class Run:
         config = self._config
         if self._module is None:
             check_source(config.model, self._base_dir)
-        if self._obj is None:
-            check_files(config, self._base_dir, self._module is None)
+            if self._obj is None and not config.data.source.startswith("python:"):
+                check_context(config.data.seq_len, written_context(config.model, self._base_dir))
+        elif config.model.lazy:
+            raise UserError("model.lazy is for a model named by model.source; the one given is built already")
+        _check_installed(config, self._module is None)
         root = Path(config.run.root)
         root_is_new = not root.exists()
         run_dir = RunDir.create(root, config.run.name or None, config.run.resume)
-        _check_unfinished(run_dir, config.train.steps)
         training = False
         try:
             with self._interrupt.listening(), ExitStack() as stack:
+                dataset = _open_data(config, self._base_dir, self._obj)
+                checkpoint = _open_checkpoint(run_dir, config.train.steps, dataset) if config.run.resume else None
                 cluster, ticket = self._start_cluster(run_dir, stack)
                 from fusionllm.api.lazy import LazyWeights
                 from fusionllm.api.prepare import prepare
 
-                job = prepare(config, self._base_dir, self._module, self._obj, self._threads())
+                job = prepare(config, self._base_dir, self._module, dataset, self._threads())
+                _check_stages(config, job.captured.graph)
                 if job.source.notice:
                     self._progress(Note(step=0, kind="model", text=job.source.notice))
-                state, first_step = self._initial_state(job, run_dir)
+                state, first_step = self._initial_state(job, run_dir, checkpoint)
                 link = self._open_link(ticket, cluster)
                 stack.callback(link.close)
                 link.open()
@@ -217,11 +244,10 @@ class Run:
             return OwnerLink(ticket)
         return OwnerLink(ticket, self._config.fence_names()[0], "127.0.0.1", cluster.check)
 
-    def _initial_state(self, job: Job, run_dir: RunDir) -> tuple[State, int]:
-        if not job.config.run.resume:
+    def _initial_state(self, job: Job, run_dir: RunDir, checkpoint: Checkpoint | None) -> tuple[State, int]:
+        if checkpoint is None:
             return State(job.weights(), {}), 0
-        checkpoint = load_checkpoint(run_dir.checkpoints)
-        checkpoint.require(graph_hash=job.graph_hash, data_fingerprint=job.dataset.fingerprint)
+        checkpoint.require(graph_hash=job.graph_hash)
         manifest = checkpoint.manifest
         initial, saved = job.weights(), manifest.weights  # each is read when a stage wants it
         weights = Reading([*initial], lambda n: checkpoint.read_weight(n) if n in saved else initial[n])

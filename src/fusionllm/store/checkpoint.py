@@ -87,14 +87,14 @@ class Checkpoint:
                     f"{entry.xxh3_128}{_others(self.path)}"
                 )
 
-    def require(self, *, graph_hash: str, data_fingerprint: str | None = None) -> None:
-        """Refuse to go on with another model, or (when given) with other data.
+    def require(self, *, graph_hash: str | None = None, data_fingerprint: str | None = None) -> None:
+        """Refuse to go on with another model or with other data, of those that are given.
 
         Raises:
             CheckpointError: the hashes differ.
         """
         meta = self.manifest.meta
-        if meta.graph_hash != graph_hash:
+        if graph_hash is not None and meta.graph_hash != graph_hash:
             raise CheckpointError(
                 f"{self.path} belongs to another model: its graph is {meta.graph_hash[:12]}, this run's is "
                 f"{graph_hash[:12]}; resume with the run's own config.toml, which has the model it was made with"

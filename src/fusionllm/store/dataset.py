@@ -23,7 +23,7 @@ from fusionllm.errors import UserError
 from fusionllm.ir.tensor import TensorSpec
 from fusionllm.store.rows import ArrayRows, PackedText, PaddedText, RowTable
 from fusionllm.store.sources import Documents, Rows, open_source, wrap_object
-from fusionllm.store.tokens import Tokenizer, open_tokenizer, tokenize
+from fusionllm.store.tokens import Tokenizer, check_tokenizer, open_tokenizer, tokenize
 
 _MASK_64 = (1 << 64) - 1
 
@@ -193,6 +193,7 @@ def open_dataset(config: DataConfig, *, seed: int, base_dir: Path, obj: Any = No
     Raises:
         UserError: the data cannot be used; the message names the value and the fix.
     """
+    check_tokenizer(config.tokenizer, base_dir)  # before what may take long to read
     if obj is None:
         train_source = _open(config, config.source, config.split, base_dir)
     else:
