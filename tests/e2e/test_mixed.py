@@ -39,6 +39,16 @@ def test_tinygrad_trains_a_stage_between_two_of_torch(tmp_path):
     assert result.losses == pytest.approx([loss for loss, _ in plain_steps(config, tmp_path)], rel=1e-5)
 
 
+def test_nodes_without_torch_are_planned_by_their_measured_speed(tmp_path):
+    pytest.importorskip("tinygrad")
+    with MixedCluster(["tinygrad", "jax"], tmp_path / "nodes") as ticket:
+        planned = {"broker": ticket, "nodes": 2, "threads": 1, "partition": "dp"}
+        config = mixed_config(tmp_path, ticket, "llama", nodes=2, steps=2, cluster=planned)
+        result = fusionllm.train(config=config)
+    assert [stage.node for stage in result.plan.stages] == ["node1"]
+    assert result.losses == pytest.approx([loss for loss, _ in plain_steps(config, tmp_path)], rel=1e-5)
+
+
 def test_codecs_need_torch_and_planning_says_so(tmp_path):
     compression = {"forward": "int8", "backward": "int8", "links": "all"}
     with MixedCluster(["jax", "jax"], tmp_path / "nodes") as ticket:

@@ -18,7 +18,7 @@ from fusionllm.errors import UserError
 
 def calibrate(
     name: Annotated[str, typer.Option(help="What nodes will call it; default: what the device calls itself.")] = "",
-    backend: Annotated[str, typer.Option(help="Framework to compute with: auto, torch or jax.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Framework to compute with: auto, torch, jax or tinygrad.")] = "auto",
     device: Annotated[str, typer.Option(help="What to measure: auto, cpu, cuda, cuda:1, mps, xpu.")] = "auto",
     append: Annotated[
         Path | None,
@@ -52,8 +52,9 @@ def calibrate(
         if append is not None and name in {known.name for known in load_cluster(append).device}:
             raise UserError(f"{append} has a device {name!r} already; take another --name, or take that one out")
         framework = choose_backend(backend)
-        chosen = warm_up(framework, device).device
-        profiles = {precision: measure(framework, chosen, precision) for precision in ("float32", "bfloat16")}
+        ready = warm_up(framework, device)
+        precisions: list[str] = [name for name in ("float32", "bfloat16") if name in ready.dtypes]
+        profiles = {precision: measure(framework, ready.device, precision) for precision in precisions}
         own = re.sub(r"[^\w.+ -]+", "", profiles["float32"].device).strip()[:64]
         measured = measured_device(name or own, profiles)
         if append is not None:

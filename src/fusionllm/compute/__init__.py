@@ -26,7 +26,11 @@ BACKENDS = {
 }
 
 #: name -> how its devices are measured.
-CALIBRATIONS = {"torch": "fusionllm.compute.calibrate:calibrate", "jax": "fusionllm.compute.jax.calibrate:calibrate"}
+CALIBRATIONS = {
+    "torch": "fusionllm.compute.calibrate:calibrate",
+    "jax": "fusionllm.compute.jax.calibrate:calibrate",
+    "tinygrad": "fusionllm.compute.tinygrad.calibrate:calibrate",
+}
 
 __all__ = [
     "BACKENDS",

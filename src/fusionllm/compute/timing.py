@@ -1,15 +1,69 @@
-"""How long a call takes on a device that may work only part of the time. Knows no framework; for calibrations."""
+"""What is timed to know a device, and how: sizes per kind of operator, calls in a row. Knows no framework.
+
+A backend's ``calibrate`` says what an operator of each kind is, and what calls one and waits.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
-#: A size is the last of its kind when a call takes this long.
-LONG_S = 0.01
+from fusionllm.ir.cluster import OpKind, Sample
+
+#: Shape of the operand of an operator of each kind, larger and larger. Matrix products are of it with itself; attention
+#: is causal, [rows, heads, positions, width]; convolutions have 3 x 3 weights, as many channels out as in, padding 1.
+SHAPES: dict[OpKind, list[tuple[int, ...]]] = {
+    "matmul": [(size, size) for size in (32, 128, 256, 512, 1024, 2048, 4096, 8192)],
+    "attention": [(rows, 8, 128, 64) for rows in (1, 4, 16, 64, 256)],
+    "convolution": [(rows, 64, 28, 28) for rows in (1, 4, 16, 64)],
+    "memory": [(size,) for size in (1 << 10, 1 << 20, 1 << 22, 1 << 24, 1 << 26)],
+}
+#: FLOPs per element of the operand, and how many times its bytes are moved.
+_WORK: dict[OpKind, tuple[Callable[[tuple[int, ...]], float], float]] = {
+    "matmul": (lambda shape: 2.0 * shape[1], 3.0),
+    "attention": (lambda shape: 4.0 * shape[2], 4.0),
+    "convolution": (lambda shape: 2.0 * shape[1] * 9, 2.0),
+    "memory": (lambda shape: 1.0, 2.0),
+}
+#: A size is the last of its kind when a call takes this long, and some times what the smallest did: that one is launch.
+_LONG_S = 0.01
+_TIMES = 2.0
 _REPEATS = 3
 #: Some slices of a shared processor.
 _ROW_S = 0.2
+
+Function = TypeVar("Function")
+
+
+def time_kinds(
+    functions: Mapping[OpKind, Function],
+    prepare: Callable[[Function, tuple[int, ...]], Callable[[], object]],
+    item_bytes: int,
+) -> tuple[Sample, ...]:
+    """Time an operator of each kind at `SHAPES`, until it takes long enough.
+
+    Args:
+        functions: an operator per kind, of its operand. Kinds that a backend has none of are left out.
+        prepare: makes of an operator and its operand's shape a call that waits for the result.
+        item_bytes: of an element.
+    """
+    samples: list[Sample] = []
+    for kind, function in functions.items():
+        flops, moves = _WORK[kind]
+        shortest_s = math.inf
+        for shape in SHAPES[kind]:
+            seconds, count = sustained_s(prepare(function, shape)), math.prod(shape)
+            samples.append(
+                Sample(
+                    kind=kind, flops=flops(shape) * count, moved_bytes=moves * count * item_bytes, seconds=seconds
+                )
+            )  # fmt: skip
+            shortest_s = min(shortest_s, seconds)
+            if seconds > max(_LONG_S, _TIMES * shortest_s):
+                break
+    return tuple(samples)
 
 
 def sustained_s(call: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ import msgspec
 from fusionllm.compute import calibrate
 from fusionllm.errors import FusionError, RemoteProtocolError
 from fusionllm.ir.cluster import NO_WAY, LinkProfile, NodeProfile
+from fusionllm.node.codecs import can_compress
 from fusionllm.protocol import messages as m
 from fusionllm.schedule.ratios import LADDER, PRETRAINED
 from fusionllm.transport import Endpoint, PeerAddress
@@ -48,9 +49,11 @@ def check_probe(peer: str, expected: str, num_bytes: int) -> None:
 
 def measure_device(backend: str, device: str) -> NodeProfile:
     """What the device does in a second, and the codecs that a rule may choose on it."""
-    from fusionllm.compress import measure_speed  # brings in torch, which a node without it has no use for
-
     profile = calibrate(backend, device)
+    if not can_compress():
+        return profile
+    from fusionllm.compress import measure_speed  # brings in torch
+
     speeds = {str(spec): measure_speed(spec, repeats=3) for spec in (*LADDER[1:], PRETRAINED[-1])}
     return msgspec.structs.replace(profile, codecs=speeds)
 

@@ -11,12 +11,12 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tinygrad import Context as Setting
@@ -32,6 +32,7 @@ from fusionllm.errors import GraphError, RemoteProtocolError, UserError
 from fusionllm.ir.graph import UNUSED, Arg, Op, OpGraph
 from fusionllm.ir.ops import OPS
 
+T = TypeVar("T")
 Values = dict[str, Any]
 _OPTIMIZERS = ("adamw", "sgd")
 _DTYPES = frozenset({"float64", "float32", "int64", "int32", "int16", "int8", "uint8", "bool"})
@@ -63,13 +64,25 @@ def _device(name: str) -> str:
     return name.upper()
 
 
+def _on(device: str, function: Callable[..., T], *args: Any) -> T:
+    """Call in `_THREAD`, for a device of the framework. Compiles there too: its own processes outlive a killed node."""
+
+    def call() -> T:
+        with Setting(DEV=device, PARALLEL=0):
+            return function(*args)
+
+    return _THREAD.submit(call).result()
+
+
+def run_alone(device: str, function: Callable[[Any], Any], operand: np.ndarray) -> np.ndarray:
+    """One operator by itself on a device, from an array to another."""
+    return _on(_device(device), lambda: _arrays([function(Tensor(operand))])[0])
+
+
 class TinygradBackend:
     """tinygrad, 0.14 or newer."""
 
     def warm_up(self, device: str) -> Ready:
-        return _THREAD.submit(self._warm_up, device).result()
-
-    def _warm_up(self, device: str) -> Ready:
         chosen = device
         if device == "auto":
             try:
@@ -77,8 +90,7 @@ class TinygradBackend:
             except RuntimeError:  # it found none
                 chosen = "cpu"
         try:
-            with Setting(DEV=_device(chosen)):
-                (Tensor([1.0]) + 1).realize()
+            run_alone(chosen, lambda x: x + 1, np.ones(1, np.float32))
         except Exception as error:  # whatever a driver that is not there does
             raise UserError(
                 f"device {device!r} is not here ({type(error).__name__}); tinygrad has cpu, or choose auto"
@@ -126,15 +138,14 @@ class TinygradProgram:
         return np.array(array, copy=True)
 
     def forward(self, tensors: Mapping[str, Any], values: Mapping[str, Any], context: Context, *, keep: bool) -> Ran:
-        outs, mutated = _THREAD.submit(self._forward, tensors, values, context).result()
+        outs, mutated = _on(self._device, self._forward, tensors, values, context)
         return Ran(outs, mutated, (dict(tensors), dict(values), context) if keep else None)
 
     def _forward(
         self, tensors: Mapping[str, Any], values: Mapping[str, Any], context: Context
     ) -> tuple[Values, Values]:
-        with Setting(DEV=self._device):
-            env = self._run(tensors, values, context)
-            made = iter(_arrays([env[i] for i in (*self._outs, *self._graph.mutations.values())]))
+        env = self._run(tensors, values, context)
+        made = iter(_arrays([env[i] for i in (*self._outs, *self._graph.mutations.values())]))
         return dict(zip(self._outs, made)), dict(zip(self._graph.mutations, made))
 
     def backward(
@@ -142,20 +153,19 @@ class TinygradProgram:
     ) -> dict[str, Any]:
         values = kept[1]
         targets = [*self._parameters.values(), *sorted(self._received & set(values))]
-        found = _THREAD.submit(self._backward, kept, seeds, loss_weight, targets).result()
+        found = _on(self._device, self._backward, kept, seeds, loss_weight, targets)
         for name, i in self._parameters.items():
             if (gradient := found[i]) is not None:
                 totals[name] = totals[name] + gradient if name in totals else gradient
         return {i: found[i] if found[i] is not None else np.zeros_like(values[i]) for i in targets if i in values}
 
     def _backward(self, kept: Any, seeds: Mapping[str, Any], loss_weight: float, targets: list[str]) -> Values:
-        with Setting(DEV=self._device):
-            env = self._run(*kept)
-            roots = [env[i] * self._tensor(seeds[i]) for i in self._seeded if i in seeds]
-            if self._loss_id in self._seeded:
-                roots.append(env[self._loss_id] * loss_weight)
-            parts = [root.sum() for root in roots]
-            return dict(zip(targets, self._gradients(parts, [env[i] for i in targets]), strict=True))
+        env = self._run(*kept)
+        roots = [env[i] * self._tensor(seeds[i]) for i in self._seeded if i in seeds]
+        if self._loss_id in self._seeded:
+            roots.append(env[self._loss_id] * loss_weight)
+        parts = [root.sum() for root in roots]
+        return dict(zip(targets, self._gradients(parts, [env[i] for i in targets]), strict=True))
 
     def peak_bytes(self) -> int:
         return resident_peak_bytes()

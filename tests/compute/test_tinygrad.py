@@ -1,0 +1,20 @@
+"""What is tinygrad's alone."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import psutil
+import pytest
+
+pytest.importorskip("tinygrad")
+
+
+def test_it_leaves_no_process_that_would_outlive_a_killed_node():
+    from fusionllm.compute.tinygrad.backend import run_alone
+
+    before, new = set(psutil.Process().children(recursive=True)), random.random()  # never compiled before
+    made = run_alone("cpu", lambda x: (x * new).softmax(-1), np.ones((64, 64), np.float32))
+    assert made == pytest.approx(1 / 64)
+    assert set(psutil.Process().children(recursive=True)) == before
