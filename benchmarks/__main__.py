@@ -28,6 +28,7 @@ BENCHMARKS = {
     "finetune": "benchmarks.finetune",
     "endings": "benchmarks.endings",
     "wan": "benchmarks.wan",
+    "wan-goodput": "benchmarks.wan_goodput",
     "wan-report": "benchmarks.wan_report",
     "wan-record": "benchmarks.wan_recorded",
     "mixed": "benchmarks.mixed",
