@@ -18,8 +18,8 @@ from fusionllm.ir.graph import decode_graph
 from fusionllm.ir.ops import OPS
 from fusionllm.ir.tensor import DTYPES
 from fusionllm.protocol.membership import Member
-from fusionllm.protocol.messages import FenceLine, JobOptions, Offer
-from fusionllm.schedule.placement import Cluster, NodeModel, find_fences
+from fusionllm.protocol.messages import Compression, FenceLine, JobOptions, Offer
+from fusionllm.schedule.placement import BASELINES, Cluster, NodeModel, find_fences
 from fusionllm.schedule.planner import place_exhaustive
 
 
@@ -96,6 +96,23 @@ def test_fences_of_nodes_without_one_are_found_by_their_links_and_told():
     assert not any("fences" in line for line in describe_plan(sited))
 
 
+def test_where_another_plan_is_better_or_the_only_one_its_key_is_named(monkeypatch):
+    nodes, surveyed = two_nodes()
+    planned = plan_job("job1", GRAPH, options(), nodes, OWNER, surveyed).owner
+    assert not any("faster" in line for line in describe_plan(planned))
+    behind = msgspec.structs.replace(planned, predicted_step_s=2 * planned.predicted_step_s)
+    best = min(planned.others, key=lambda name: planned.others[name])
+    assert f"faster, as predicted: cluster.partition = {best!r}" in describe_plan(behind)
+
+    def unfit(workload, cluster):
+        raise PlanError("no memory")
+
+    monkeypatch.setitem(BASELINES, "equal-compute", unfit)
+    wish = msgspec.structs.replace(options(), partition="equal-compute", compression=Compression(rule="deadline"))
+    with pytest.raises(PlanError, match=r"cluster.partition = 'equal-compute' finds no plan.*set it to 'dp'"):
+        plan_job("job1", GRAPH, wish, nodes, OWNER, surveyed)
+
+
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_a_measured_plan_keeps_an_operator_from_the_node_that_lacks_it(lacking):
     nodes, surveyed = two_nodes()
@@ -115,7 +132,7 @@ def test_lines_are_read_from_a_run_and_checked():
     lines = build_config({"cluster": {**two, "site": [site, other]}}).fence_lines()
     assert lines == (FenceLine("fence0", 1e6, 1e6), FenceLine("fence1", 1e7, 1e6))
     for cluster, words in (
-        ({"partition": "equal-number", "site": [site]}, "use 'dp'"),
+        ({"partition": "equal-number", "site": [site]}, "set it to 'dp'"),
         ({"site": [site, site]}, "give each fence one"),
         ({"site": [{**site, "uplink": "fast"}]}, "'fast'"),
         ({"site": [site, {**site, "name": "fence7"}]}, r"site\[1\].name is 'fence7'.*known: fence0, fence1"),

@@ -55,6 +55,7 @@ def invoke(*args: str):
         ("nodes = 2", 'nodes = 2\nslow_link = { bandwidth = "fast" }', ["'fast'", "Mbps"]),
         ("nodes = 2", 'nodes = 2\nslow_link = { bandwidth = "4 Mbps" }', ["between fences", "all nodes are in one"]),
         ("[cluster]", "[compression]\nforward = 'int8'\n[cluster]", ["between fences", "cluster.fences", "'all'"]),
+        ("[cluster]", "[compression]\nrule = 'deadline'\n[cluster]", ["between fences", "cluster.fences", "'all'"]),
         ("[cluster]", "[compression]\nfloor = 'klt-ecc'\n[cluster]", ["compression.floor is 'klt-ecc'", "hadamard"]),
         ("[cluster]", "[compression]\nratio = -5\n[cluster]", ["compression.ratio is -5", "at least 1"]),
         (

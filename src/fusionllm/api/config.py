@@ -316,7 +316,7 @@ def _check_values(config: RunConfig) -> None:
         raise UserError(f"cluster.site names {', '.join(names)}; give each fence one [[cluster.site]]")
     if names and cluster.partition not in SURVEYED and not config.compression.rule:
         raise UserError(
-            f"cluster.site would not count: cluster.partition = {cluster.partition!r} looks at no links; use 'dp'"
+            f"cluster.site would not count: cluster.partition = {cluster.partition!r} looks at no links; set it to 'dp'"
         )
     if config.num_microbatches < cluster.nodes:
         raise UserError(
@@ -335,10 +335,10 @@ def _check_one_fence(config: RunConfig) -> None:
     if config.cluster.slow_link.bandwidth:
         raise UserError(f"cluster.slow_link lies between fences, and all nodes are in one; {fix}")
     table = config.compression
-    if table.links == "slow" and {table.forward, table.backward} != {str(IDENTITY)}:
+    if table.links == "slow" and (table.rule or {table.forward, table.backward} != {str(IDENTITY)}):
+        what = "compression.rule is" if table.rule else "compression.forward and backward are"
         raise UserError(
-            f"compression.forward and backward are for links between fences, and all nodes are in one; {fix}, or "
-            "compression.links = 'all'"
+            f"{what} for links between fences, and all nodes are in one; {fix}, or compression.links = 'all'"
         )
 
 

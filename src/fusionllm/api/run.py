@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[Any], None]
 
+#: A plan is named as the faster one when its step takes this part of ours or less.
+FASTER = 0.9
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -124,11 +127,14 @@ def describe_plan(planned: m.Planned) -> list[str]:
     if not planned.predicted_step_s:
         return []
     others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in planned.others.items())
+    best = min(planned.others, key=lambda name: planned.others[name], default="")
+    faster = planned.others.get(best, planned.predicted_step_s) < FASTER * planned.predicted_step_s
     found = " | ".join(map(", ".join, planned.found_fences))
     fences = [f"fences found by their links: {found}"] if found else []
     links = [f"{link}: {codecs.forward}, back {codecs.backward}" for link, codecs in planned.codecs.items()]
     return [
         f"predicted {planned.predicted_step_s:.3g} s a step (by other plans: {others})",
+        *[f"faster, as predicted: cluster.partition = {best!r}"] * faster,
         *fences,
         *links,
     ]

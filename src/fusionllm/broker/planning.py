@@ -195,7 +195,10 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
     if options.partition == "exhaustive":
         found["exhaustive"] = code([place_exhaustive(workload, cluster).placement])
     if options.partition not in found:
-        raise PlanError(f"{options.partition} finds no plan that fits these nodes' memory; dp does")
+        raise PlanError(
+            f"cluster.partition = {options.partition!r} finds no plan that fits these nodes' memory; set it to 'dp', "
+            f"which does"
+        )
     best = found[options.partition]
     chosen = tuple(nodes[i] for i in best.placement.nodes)
     return _Layout(

@@ -131,16 +131,19 @@ class LiveReporter:
         if sample := summary.extra.get("sample"):
             self._print(f"\nthe model writes:\n{sample}\n")
         self._print(f"results:    {run}")
-        self._print(f"loss curve: {run / 'loss.png'}")
+        if (run / "loss.png").exists():
+            self._print(f"loss curve: {run / 'loss.png'}")
         if result.stopped_early:
-            resume = f"{_program()} train {run / 'config.toml'} --resume --name {run.name}"
+            resume = f"{program()} train {run / 'config.toml'} --resume --name {run.name}"
             self._print(f"stopped early; go on with: {resume}")
         elif hasattr(result.model, "save_pretrained"):
-            self._print(f"next:       {_program()} export {run} my-model   (a Hugging Face folder)")
+            self._print(f"next:       {program()} export {run} my-model   (a Hugging Face folder)")
         else:
             self._print(f"weights:    {run / 'checkpoints'}   (safetensors, by the model's own names)")
 
 
-def _program() -> str:
+def program() -> str:
     """How this program is called here: by its name where that is on the path, else as it was."""
-    return "fusionllm" if shutil.which("fusionllm") else sys.argv[0]
+    if shutil.which("fusionllm"):
+        return "fusionllm"
+    return "python -m fusionllm" if sys.argv[0].endswith(".py") else sys.argv[0]

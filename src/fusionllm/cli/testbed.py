@@ -41,6 +41,7 @@ def up(
     from fusionllm.cli.main import _guard
 
     def work() -> None:
+        from fusionllm.cli.progress import program
         from fusionllm.testbed import Testbed, load_scenario
 
         spec = load_scenario(scenario)
@@ -54,7 +55,7 @@ def up(
         for host in spec.host:
             share = f", {host.cpu:g} of a core" * bool(host.cpu)
             print(f"{host.name:12} {bed.address(host.name):15} fence {host.fence}{share}")
-        print(f"next: fusionllm testbed run {scenario} {spec.host[0].name} COMMAND")
+        print(f"next: {program()} testbed run {scenario} {spec.host[0].name} COMMAND")
 
     _guard(work)
 
