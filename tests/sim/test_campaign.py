@@ -119,5 +119,8 @@ def test_the_command(tmp_path):
     assert "6 steps in" in shown.output and "0 losses, 1 plans" in shown.output
     first, again = (CliRunner().invoke(app, [*words, "--json"]).stdout for _ in range(2))
     assert first == again and len(json.loads(first)["step_s"]) == 6
+    lossy = CliRunner().invoke(app, [*words, "--steps", "60", "--loss-every", "40 ms", "--back", "1 ms"])
+    assert "lost; back to step 0" in lossy.output and "0 losses" not in lossy.output
+    assert max(map(len, lossy.output.splitlines())) > 80  # a line is a line where there is no terminal
     bad = CliRunner().invoke(app, [*words, "--loss-every", "soon"])
     assert bad.exit_code == 2 and "'soon'" in bad.output

@@ -34,7 +34,7 @@ def simulate(
     jitter: Annotated[float, typer.Option(help="Of every computation and transfer; 0.05 is about 5 %.")] = 0.05,
     drift: Annotated[float, typer.Option(help="Of rates between sites; speeds of nodes drift half as much.")] = 0.2,
     drift_time: Annotated[str, typer.Option(help="What drift forgets over.")] = "10 min",
-    loss_every: Annotated[str, typer.Option(help="Mean time until a node is lost, e.g. '24 h'; 0: never.")] = "0",
+    loss_every: Annotated[str, typer.Option(help="Mean virtual time until a node is lost; 0: never.")] = "0",
     back: Annotated[str, typer.Option(help="Mean time until a lost node is back; 0: never.")] = "10 min",
     detect: Annotated[str, typer.Option(help="From a loss until the others know.")] = "10 s",
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps; a loss takes the job back to the last.")] = 50,
@@ -55,7 +55,7 @@ def simulate(
 
       fusionllm simulate gpt2.opdag --cluster examples/clusters/two-universities.toml --steps 500 --seed 1
 
-      fusionllm simulate gpt2.opdag --cluster my.toml --steps 500 --loss-every "6 h" --back "20 min"
+      fusionllm simulate gpt2.opdag --cluster my.toml --steps 2000 --loss-every "10 min" --back "1 min"
     """
     from fusionllm.cli.main import _guard
 
@@ -106,7 +106,7 @@ def _print(found: Campaign) -> None:
     from fusionllm.cli.show_plan import format_seconds
     from fusionllm.units import format_duration
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     ordered = sorted(found.step_s)
     median, slow = (format_seconds(ordered[int(part * (len(ordered) - 1))]) for part in (0.5, 0.95))
     console.print(
