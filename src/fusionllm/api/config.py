@@ -19,7 +19,16 @@ from fusionllm.compute import OptimConfig, check_optimizer
 from fusionllm.compute.options import Precision
 from fusionllm.errors import PlanError, UserError, known_names
 from fusionllm.ir.codec import IDENTITY, parse_codec
-from fusionllm.protocol.messages import NAME, FenceLine, FenceLink, LinkShape, parse_ticket
+from fusionllm.protocol.messages import (
+    MAX_MICROBATCHES,
+    MAX_ROWS,
+    MAX_STAGES,
+    NAME,
+    FenceLine,
+    FenceLink,
+    LinkShape,
+    parse_ticket,
+)
 from fusionllm.schedule.partition import PARTITIONERS, SURVEYED
 from fusionllm.schedule.pipeline import find_pipeline
 from fusionllm.schedule.ratios import DEADLINE, check_rule
@@ -27,6 +36,9 @@ from fusionllm.store.dataset import DataConfig
 from fusionllm.store.toml import convert_tree, parse_value, read_toml
 from fusionllm.telemetry.sinks import SINKS
 from fusionllm.units import parse_bandwidth_bytes_per_s, parse_duration_s
+
+#: What torch takes.
+MAX_SEED = (1 << 63) - 1
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -259,25 +271,36 @@ def _check_finite(tree: Any, where: str) -> None:
 def _check_values(config: RunConfig) -> None:
     train, cluster = config.train, config.cluster
     _check_finite(msgspec.to_builtins(config), "")
-    for name, value, least in (
-        ("train.steps", train.steps, 1),
-        ("train.global_batch", train.global_batch, 1),
-        ("train.microbatch_size", train.microbatch_size, 1),
-        ("train.eval_every", train.eval_every, 0),
-        ("train.eval_batches", train.eval_batches, 0),
-        ("train.checkpoint_every", train.checkpoint_every, 0),
-        ("train.keep_checkpoints", train.keep_checkpoints, 1),
-        ("train.prefetch", train.prefetch, 0),
-        ("cluster.nodes", cluster.nodes, 1),
-        ("cluster.threads", cluster.threads, 0),
-        ("cluster.join_timeout_s", cluster.join_timeout_s, 1),
-        ("cluster.stall_s", cluster.stall_s, 1),
-        ("cluster.max_restarts", cluster.max_restarts, 0),
-        ("output.sample_tokens", config.output.sample_tokens, 1),
-        ("run.seed", config.run.seed, 0),
+    for name, value, least, most in (
+        ("train.steps", train.steps, 1, math.inf),
+        ("train.global_batch", train.global_batch, 1, MAX_MICROBATCHES * train.microbatch_size),
+        ("train.microbatch_size", train.microbatch_size, 1, MAX_ROWS),
+        ("train.eval_every", train.eval_every, 0, math.inf),
+        ("train.eval_batches", train.eval_batches, 0, math.inf),
+        ("train.checkpoint_every", train.checkpoint_every, 0, math.inf),
+        ("train.keep_checkpoints", train.keep_checkpoints, 1, math.inf),
+        ("train.prefetch", train.prefetch, 0, 32),
+        ("cluster.nodes", cluster.nodes, 1, MAX_STAGES),
+        ("cluster.threads", cluster.threads, 0, 1024),
+        ("cluster.join_timeout_s", cluster.join_timeout_s, 1, math.inf),
+        ("cluster.stall_s", cluster.stall_s, 1, math.inf),
+        ("cluster.max_restarts", cluster.max_restarts, 0, math.inf),
+        ("compression.dense_last", config.compression.dense_last, 0, 1),
+        ("compression.band", config.compression.band, 0, math.inf),
+        ("compression.rule_every", config.compression.rule_every, 0, math.inf),
+        ("optimizer.warmup_steps", config.optimizer.warmup_steps, 0, math.inf),
+        ("optimizer.min_lr_ratio", config.optimizer.min_lr_ratio, 0, 1),
+        ("optimizer.clip_norm", config.optimizer.clip_norm, 0, math.inf),
+        ("model.bottleneck.rank", config.model.bottleneck.rank, 0, math.inf),
+        ("model.bottleneck.cuts", config.model.bottleneck.cuts, 1, MAX_STAGES),
+        ("model.bottleneck.anneal", config.model.bottleneck.anneal, 0, math.inf),
+        ("output.sample_tokens", config.output.sample_tokens, 1, math.inf),
+        ("run.seed", config.run.seed, 0, MAX_SEED),
     ):
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
+        if value > most:
+            raise UserError(f"{name} is {value}; it must be at most {most}")
     for name, word, known in (
         ("cluster.partition", cluster.partition, (*PARTITIONERS, *SURVEYED)),
         ("train.precision", train.precision, get_args(Precision)),
@@ -292,8 +315,6 @@ def _check_values(config: RunConfig) -> None:
             pipeline(0, cluster.nodes, 1)
     except (UserError, PlanError) as error:
         raise UserError(f"train.pipeline is {train.pipeline!r}: {error}") from None
-    if train.prefetch > 32:
-        raise UserError(f"train.prefetch is {train.prefetch}; it must be at most 32")
     check_optimizer(config.optimizer)
     if config.run.name and NAME.fullmatch(config.run.name) is None:
         raise UserError(f"run.name is {config.run.name!r}; use letters, digits, dots, dashes and underscores")
@@ -362,12 +383,6 @@ def _check_tied(text: str, train: TrainTable) -> None:
 
 
 def _check_compression(table: CompressionTable) -> None:
-    if not 0 <= table.dense_last <= 1:
-        raise UserError(f"compression.dense_last is {table.dense_last}; it is a share of the steps, from 0 to 1")
-    if table.band < 0:
-        raise UserError(f"compression.band is {table.band}; it must be at least 0")
-    if table.rule_every < 0:
-        raise UserError(f"compression.rule_every is {table.rule_every}; it is a number of steps, 0 for never")
     try:
         check_rule(table.rule or DEADLINE, table.ratio, table.floor)
     except UserError as error:

@@ -18,7 +18,18 @@ from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
 from fusionllm.ir.plan import Plan, StagePlan, tied_params
 from fusionllm.protocol.membership import Member
-from fusionllm.protocol.messages import Assign, FenceLine, JobOptions, LinkChoice, LinkShape, Peer, Planned
+from fusionllm.protocol.messages import (
+    MAX_MICROBATCHES,
+    MAX_ROWS,
+    MAX_STAGES,
+    Assign,
+    FenceLine,
+    JobOptions,
+    LinkChoice,
+    LinkShape,
+    Peer,
+    Planned,
+)
 from fusionllm.schedule.coded import Coded, backward_codec, best_coded, ladder_factors, propose
 from fusionllm.schedule.partition import SURVEYED, partition_graph
 from fusionllm.schedule.pipeline import pipeline_name
@@ -301,9 +312,9 @@ def emulated_link(options: JobOptions, fence_a: str, fence_b: str) -> LinkShape 
 def check_options(options: JobOptions, fences: Collection[str]) -> None:
     """Bounds of what an owner may ask, and fences that nodes joined with. Raises PlanError."""
     for name, value, limit in (
-        ("num_stages", options.num_stages, 1024),
-        ("num_microbatches", options.num_microbatches, 65536),
-        ("microbatch_size", options.microbatch_size, 1 << 20),
+        ("num_stages", options.num_stages, MAX_STAGES),
+        ("num_microbatches", options.num_microbatches, MAX_MICROBATCHES),
+        ("microbatch_size", options.microbatch_size, MAX_ROWS),
         ("max_length", max(1, options.max_length), 1 << 24),
     ):
         if not 1 <= value <= limit:

@@ -143,8 +143,9 @@ def _from_config(hf_config: Any) -> Source:
     try:
         factory: Any = AutoModelForCausalLM
         module = factory.from_config(hf_config, dtype=torch.float32)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"Hugging Face cannot build this model: {error}") from None
+    except Exception as error:  # the library raises whatever its arithmetic on a bad config comes to
+        reason = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+        raise UserError(f"Hugging Face cannot build this model ({reason}); look at model.config") from None
     return _with_limits(Source(module, random=True), hf_config)
 
 

@@ -26,6 +26,8 @@ MAX_CONTROL_BYTES = 300 << 20
 MAX_JOIN_BYTES = 64 << 10
 #: Of an offer of weights and its answer.
 MAX_OFFER_BYTES = 64 << 20
+#: Of a job: stages, microbatches of a step, rows of a microbatch.
+MAX_STAGES, MAX_MICROBATCHES, MAX_ROWS = 1024, 1 << 16, 1 << 20
 #: A host name, or an address of IPv4 or IPv6.
 HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9a-fA-F:.]{2,45}")
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -565,6 +567,6 @@ def decode_wish(data: bytes | memoryview) -> WeightWish:
 def decode_order(data: bytes | memoryview) -> StepOrder:
     """Read a step order from outside. Raises RemoteProtocolError."""
     order = _checked(_decode_order, data, "step order")
-    if not order.rows or min(order.rows) < 1 or order.step < 0 or len(order.rows) > 65536:
+    if not order.rows or min(order.rows) < 1 or order.step < 0 or len(order.rows) > MAX_MICROBATCHES:
         raise RemoteProtocolError(f"bad step order: step {order.step}, rows {list(order.rows)[:8]}")
     return order
