@@ -10,6 +10,8 @@ import json
 import sys
 from importlib import import_module
 
+from fusionllm.errors import near_hint
+
 #: name -> module with ``run(argv) -> dict`` and ``table(result) -> str``.
 BENCHMARKS = {
     "equality": "benchmarks.equality",
@@ -41,7 +43,8 @@ def main(argv: list[str]) -> int:
     rest = [word for word in argv if word != "--json"]
     if not rest or rest[0] in ("-h", "--help") or rest[0] not in (*BENCHMARKS, "all"):
         print(__doc__)
-        print(f"NAME is one of: {', '.join(BENCHMARKS)}, or all")
+        near = near_hint(rest[0], BENCHMARKS) if rest and not rest[0].startswith("-") else ""
+        print(f"NAME is one of: {', '.join(BENCHMARKS)}, or all{near}")
         return 0 if rest and rest[0] in ("-h", "--help") else 2
     names = list(BENCHMARKS) if rest[0] == "all" else [rest[0]]
     results = {}

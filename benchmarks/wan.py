@@ -32,7 +32,7 @@ from benchmarks.wan_meter import Work
 from benchmarks.wan_modelled import MODELS, equal_works
 from benchmarks.wan_recorded import DEFAULT, ensure_recorded
 from benchmarks.wan_runs import SETTLE_STEPS, Bed, Measured, MethodFailed, OurCluster, run_peer
-from fusionllm.errors import UserError
+from fusionllm.errors import UserError, known_names
 from fusionllm.testbed import Scenario, build_scenario, load_scenario, why_unavailable
 from fusionllm.testbed.cgroups import PERIOD_US
 from fusionllm.testbed.scenario import Host
@@ -165,7 +165,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     args = parser.parse_args(argv)
     methods = list(METHODS) if args.methods == "all" else [name for name in args.methods.split(",") if name]
     if unknown := [name for name in methods if name not in METHODS]:
-        raise SystemExit(f"no method {unknown[0]!r}; known: {', '.join(METHODS)}")
+        raise SystemExit(f"no method {unknown[0]!r}; {known_names(unknown[0], METHODS)}")
     if methods and (reason := why_unavailable()):
         return {"skipped": f"no wide-area network can be made here: {reason}", "runs": []}
     scenario = find_scenario(args.scenario, args.bandwidth)
@@ -205,8 +205,8 @@ def find_scenario(name: str, bandwidth: str) -> Scenario:
     """A shipped scenario or a file; with the rate of what lies between fences replaced. Raises SystemExit."""
     path = Path(name) if name.endswith(".toml") else SCENARIOS / f"{name}.toml"
     if not path.exists():
-        known = ", ".join(sorted(p.stem for p in SCENARIOS.glob("*.toml")))
-        raise SystemExit(f"no scenario {name!r}; known: {known}, or a file that ends in .toml")
+        known = known_names(name, sorted(p.stem for p in SCENARIOS.glob("*.toml")))
+        raise SystemExit(f"no scenario {name!r}; {known}, or a file that ends in .toml")
     try:
         tree = msgspec.to_builtins(load_scenario(path))
         if bandwidth:

@@ -240,7 +240,7 @@ def test_the_report_says_how_good_predictions_are_and_who_wins_alone():
 
 def test_scenarios_are_found_by_name_and_their_rate_can_be_replaced():
     assert {link.bandwidth for link in wan.find_scenario("two-labs", "20 Mbps").link} == {"20 Mbps"}
-    with pytest.raises(SystemExit, match="known: campus"):
+    with pytest.raises(SystemExit, match=r"did you mean two-labs\? known: campus"):
         wan.find_scenario("two-lab", "")
     with pytest.raises(SystemExit, match="unknown rate unit"):
         wan.find_scenario("two-labs", "20")
