@@ -13,11 +13,13 @@ from fusionllm.estimate.coding import assumed_speed
 from fusionllm.estimate.library import known_rates
 from fusionllm.ir.codec import IDENTITY, CodecSpeed, parse_codec
 from fusionllm.schedule.coded import (
+    Coded,
     backward_codec,
     best_coded,
     give_codecs,
     ladder_factors,
     link_loads,
+    moved_depths,
     propose,
     replay_coded,
 )
@@ -113,3 +115,18 @@ def test_what_cannot_be_coded_is_named():
         propose(workload, make_cluster([1], 1, memory_bytes=1.0), [1.0])
     with pytest.raises(PlanError, match="none of the placements"):
         best_coded([], "deadline", workload, make_cluster([1], 1))
+
+
+def test_depths_are_those_of_stages_that_overtake():
+    """Three stages behind slow lines want more microbatches in flight than twice as many as 1F1B."""
+    plain_workload = make_workload([0.125, 0.11, 0.07, 0.08], [16, 16, 1])
+    workload = msgspec.structs.replace(plain_workload, pipeline="1f1b-ahead")
+    cluster = make_cluster([1.0] * 4, 100.0, 0.03)
+    plain = Placement(nodes=(0, 1, 2, 3), boundaries=(1, 2, 3))
+    codecs = ((IDENTITY, IDENTITY),) * 3
+    before = Coded(placement=plain, codecs=codecs, step_s=replay_coded(workload, cluster, plain, codecs).step_s)
+    after = moved_depths(before, workload, cluster)
+    assert after.step_s < before.step_s and after.placement.boundaries == plain.boundaries
+    assert all(a >= b for a, b in zip(after.placement.depths, after.placement.depths[1:]))
+    assert after.step_s == replay_coded(workload, cluster, after.placement, codecs).step_s
+    assert moved_depths(before, plain_workload, cluster) is before  # 1F1B has its own

@@ -8,6 +8,7 @@ link by link and replayed with them, bytes and the time of coding both. Coding k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -23,7 +24,7 @@ from fusionllm.ir.codec import (
 from fusionllm.ir.cuts import Cut
 from fusionllm.ir.tensor import DTYPES
 from fusionllm.schedule.limits import check_allowed, feed_seconds
-from fusionllm.schedule.pipeline import build_programs, pipeline_name
+from fusionllm.schedule.pipeline import AHEAD, build_programs, pipeline_name
 from fusionllm.schedule.placement import (
     Cluster,
     NodeModel,
@@ -49,6 +50,8 @@ MAX_MOVED = 50_000
 #: Parts of the busiest stage's time tried as the deadline: where memory bounds what is in flight, a link that keeps
 #: just up is still waited for.
 DEADLINES = (1.0, 0.5, 0.25, 0.1)
+#: Of a step: less is not worth another depth.
+_SHORTER = 1e-3
 #: A link keeps its codec while the rule would choose it, or one on either side of it, at rates off by this part.
 BAND = 0.25
 
@@ -247,7 +250,9 @@ def best_coded(
     if not found:
         raise PlanError("none of the placements fits")
     best = _least(found.values(), ladder)
-    return best if rule != "deadline" else moved_codecs(best, workload, cluster, coding=coding, ladder=ladder)
+    if rule == "deadline":
+        best = moved_codecs(best, workload, cluster, coding=coding, ladder=ladder)
+    return moved_depths(best, workload, cluster, coding=coding)
 
 
 def _least(found: Iterable[Coded], ladder: Sequence[CodecSpec]) -> Coded:
@@ -287,6 +292,33 @@ def moved_codecs(
                 other = Coded(placement=coded.placement, codecs=codecs, step_s=step_s)
                 if other.cost_s <= limit_s and _least((coded, other), ladder) is other:
                     coded, flat, moving = other, trial, True
+    return coded
+
+
+def moved_depths(coded: Coded, workload: Workload, cluster: Cluster, *, coding: Coding | None = None) -> Coded:
+    """With as many microbatches in flight on each stage as make the step shortest, where the schedule lets one choose.
+
+    The planner's depths are those of programs that keep their order; stages that overtake want others.
+    """
+    if workload.pipeline != AHEAD or len(coded.placement.nodes) == 1:
+        return coded
+    count, most = len(coded.placement.nodes), workload.num_microbatches
+    depths = [program.depth for program in build_programs(pipeline_name(AHEAD, coded.placement.depths), count, most)]
+    left, moving = MAX_MOVED // (count * most), True
+    while moving and left > 0:
+        moving = False
+        for k in range(count):
+            for depth in sorted({depths[k] - 1, depths[k] + 1, depths[k] + 2, depths[max(0, k - 1)]} - {depths[k]}):
+                trial = [*depths[:k], depth, *depths[k + 1 :]]
+                if not 1 <= depth <= most or any(a < b for a, b in zip(trial, trial[1:])) or left == 0:
+                    continue
+                left -= 1
+                placement = msgspec.structs.replace(coded.placement, depths=tuple(trial))
+                with suppress(PlanError):  # more than the node's memory holds
+                    step_s = replay_coded(workload, cluster, placement, coded.codecs, coding).step_s
+                    if step_s < coded.step_s * (1 - _SHORTER):
+                        coded = Coded(placement=placement, codecs=coded.codecs, step_s=step_s)
+                        depths, moving = trial, True
     return coded
 
 
