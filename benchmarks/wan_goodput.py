@@ -66,7 +66,6 @@ class _Count:
 
 
 async def _session(spec: dict[str, Any]) -> float:
-    count = _Count(spec["skip_s"], spec["seconds"])
     lost: list[Exception] = []
 
     def arrived(peer: str, meta: bytes, payload: bytearray) -> None:
@@ -76,9 +75,11 @@ async def _session(spec: dict[str, Any]) -> float:
     identity = Identity(**{key: text.encode() for key, text in spec["pems"].items()})
     endpoint = Endpoint(spec["name"], identity, on_message=arrived, on_peer_lost=lambda _, error: lost.append(error))
     peer = spec["peer"]
-    endpoint.expect({peer: PeerAddress(spec["peer_address"], PORT)})
     await endpoint.listen(spec["address"], PORT)
+    _wait_for_the_other()
+    endpoint.expect({peer: PeerAddress(spec["peer_address"], PORT)})
     await endpoint.connect(peer, CONNECT_S)
+    count = _Count(spec["skip_s"], spec["seconds"])
     end_s = time.perf_counter() + spec["skip_s"] + spec["seconds"] + 1
     payload = bytes(MESSAGE_BYTES)
     while time.perf_counter() < end_s and not lost:
@@ -96,12 +97,11 @@ async def _session(spec: dict[str, Any]) -> float:
 
 def _tcp(spec: dict[str, Any]) -> float:
     """The first of two names listens."""
-    if spec["name"] < spec["peer"]:
-        with socket.create_server((spec["address"], PORT)) as server:
-            server.settimeout(CONNECT_S)
-            wire = server.accept()[0]
-    else:
-        wire = _connected(spec["peer_address"])
+    with socket.create_server((spec["address"], PORT)) as server:
+        _wait_for_the_other()
+        server.settimeout(CONNECT_S)
+        listens = spec["name"] < spec["peer"]
+        wire = server.accept()[0] if listens else socket.create_connection((spec["peer_address"], PORT), CONNECT_S)
     count = _Count(spec["skip_s"], spec["seconds"])
     wire.settimeout(None)
     if spec["sends"]:
@@ -120,15 +120,9 @@ def _tcp(spec: dict[str, Any]) -> float:
     return count.bytes_per_s
 
 
-def _connected(address: str) -> socket.socket:
-    end_s = time.perf_counter() + CONNECT_S
-    while True:
-        try:
-            return socket.create_connection((address, PORT), 5.0)
-        except OSError:
-            if time.perf_counter() > end_s:
-                raise
-            time.sleep(0.1)
+def _wait_for_the_other() -> None:
+    print("listening", flush=True)
+    sys.stdin.readline()
 
 
 def _send_on(wire: socket.socket) -> None:
@@ -158,6 +152,12 @@ def _measure(bed: Testbed, hosts: tuple[str, str], kind: str, both: bool, args: 
         program.stdin.write(json.dumps(spec) + "\n")
         program.stdin.flush()
         programs.append(program)
+    for program in programs:
+        assert program.stdin is not None and program.stdout is not None
+        program.stdout.readline()
+    for program in programs:
+        program.stdin.write("\n")
+        program.stdin.flush()
     rates = []
     for program in programs:
         out, _ = program.communicate(timeout=args.skip + args.seconds + 2 * CONNECT_S)

@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from benchmarks import wan, wan_modelled, wan_padded, wan_recorded, wan_report, wan_runs
+from benchmarks import wan, wan_goodput, wan_modelled, wan_padded, wan_recorded, wan_report, wan_runs
 from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, Stage, step_limit
 from benchmarks.wan_meter import BACKWARD, FORWARD, Meter, Work, read_work
@@ -335,3 +335,12 @@ def test_modelled_nodes_are_planned_run_and_timed_over_real_links(tmp_path):
             row["val_loss"] is None and row["limit_step_s"] >= 4 * 0.12 and row["step_s"] >= row["limit_step_s"] * 0.99
         )
     assert rows_by["ours-default"]["predicted_step_s"] > 0
+
+
+@pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "-")
+def test_a_session_uses_the_link_it_has():
+    """Real programs on two hosts; half the rate is far below what it reaches, and none is above it."""
+    words = ["--links", "two-labs 20 Mbps", "--rounds", "1", "--seconds", "3", "--skip", "1"]
+    (row,) = wan_goodput.run(words)["rows"]
+    shares = {key: row[key] for key in row if "way" in key}
+    assert len(shares) == 4 and all(0.5 < share < 1 for share in shares.values()), shares
