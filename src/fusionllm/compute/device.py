@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusionllm.errors import UserError, known_names
+from fusionllm.errors import UserError
 
 
 def list_devices() -> list[str]:
@@ -28,4 +28,4 @@ def choose_device(wish: str) -> str:
     for device in devices:
         if wish in (device, device.partition(":")[0]):
             return device
-    raise UserError(f"device {wish!r} is not here; {known_names(wish, ('auto', *devices))}")
+    raise UserError(f"device {wish!r} is not here; this machine has {', '.join(devices)}, or choose auto")

@@ -23,7 +23,7 @@ from fusionllm.compute.jax.operators import TABLE
 from fusionllm.compute.jax.optim import RULES, JaxOptimizer
 from fusionllm.compute.jax.program import JaxProgram
 from fusionllm.compute.options import ComputeOptions, OptimConfig
-from fusionllm.errors import GraphError, UserError, known_names
+from fusionllm.errors import GraphError, UserError
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.ops import OPS
 
@@ -50,7 +50,7 @@ def _choose_device(wish: str) -> str:
     for device in devices:
         if wish in ("auto", device, device.partition(":")[0]):
             return device
-    raise UserError(f"device {wish!r} is not here for jax; {known_names(wish, ('auto', *devices))}")
+    raise UserError(f"device {wish!r} is not here; jax on this machine has {', '.join(devices)}, or choose auto")
 
 
 class JaxBackend:
