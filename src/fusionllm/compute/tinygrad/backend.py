@@ -86,14 +86,14 @@ class TinygradBackend:
         chosen = device
         if device == "auto":
             try:
-                chosen = Device.DEFAULT.lower()
+                chosen = _THREAD.submit(lambda: Device.DEFAULT.lower()).result()
             except RuntimeError:  # it found none
                 chosen = "cpu"
         try:
             run_alone(chosen, lambda x: x + 1, np.ones(1, np.float32))
         except Exception as error:  # whatever a driver that is not there does
             raise UserError(
-                f"device {device!r} is not here ({type(error).__name__}); tinygrad has cpu, or choose auto"
+                f"device {chosen!r} is not here ({type(error).__name__}: {str(error)[:200]}); tinygrad has cpu"
             ) from None
         return Ready(chosen, frozenset(TABLE) & frozenset(OPS), frozenset(_OPTIMIZERS), _DTYPES)
 
