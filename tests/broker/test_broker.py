@@ -10,9 +10,12 @@ import msgspec
 import pytest
 import torch
 
+import fusionllm.api.owner
+from fusionllm.api.owner import OwnerLink
+from fusionllm.api.run import describe_waiting
 from fusionllm.broker import Broker, server
 from fusionllm.capture.export import capture_module
-from fusionllm.errors import LinkError
+from fusionllm.errors import LinkError, StallError
 from fusionllm.ir.graph import encode_graph
 from fusionllm.node.agent import NodeAgent
 from fusionllm.node.join import join_broker
@@ -114,6 +117,42 @@ def test_nodes_are_idle_again_when_the_owner_is_gone(graph):
                 assert (await receive(second, m.Planned)).job != planned.job
 
     with_broker(scenario)
+
+
+def test_an_owner_that_waits_hears_who_is_here_and_who_has_left(graph):
+    async def scenario(ticket: m.Ticket) -> None:
+        async with machine(ticket, "owner", "o") as owner:
+            async with machine(ticket, "node", "a"):
+                await owner.send(submission(graph))
+                news = await owner.receive(20)
+                while news.names != ("a",):
+                    news = await owner.receive(20)
+                assert (news.needed, news.idle, news.busy) == (2, 1, 0)
+                told = describe_waiting(news, 299.8)
+                assert told.startswith("1 of 2 nodes are here (a); waiting 300 s more") and "join_timeout_s" in told
+            assert (await owner.receive(20)).names == ()
+
+    with_broker(scenario)
+
+
+def test_a_wait_for_nodes_is_told_again_until_it_ends(graph, monkeypatch):
+    monkeypatch.setattr(fusionllm.api.owner, "REMIND_S", 0.3)
+    told = []
+
+    async def scenario(ticket: m.Ticket) -> None:
+        def wait() -> None:
+            link = OwnerLink(ticket)
+            link.open()
+            try:
+                link.submit(graph, submission(graph).options, 1.5, lambda news, left_s: told.append(left_s))
+            finally:
+                link.close()
+
+        with pytest.raises(StallError, match=r"waited 2 s for 2 nodes, 0 are idle; start more or raise"):
+            await asyncio.to_thread(wait)
+
+    with_broker(scenario)
+    assert len(told) >= 3 and told == sorted(told, reverse=True)
 
 
 def test_a_lost_node_fails_the_job_by_name_and_frees_the_others(graph):

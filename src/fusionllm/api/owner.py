@@ -26,6 +26,8 @@ from fusionllm.transport.control import connect_control
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
+#: How often a wait for nodes is told again.
+REMIND_S = 30.0
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -137,21 +139,36 @@ class OwnerLink:
     # a job
 
     def submit(
-        self, graph: bytes, options: m.JobOptions, timeout_s: float, on_waiting: Callable[[m.Waiting], None]
+        self, graph: bytes, options: m.JobOptions, timeout_s: float, on_waiting: Callable[[m.Waiting, float], None]
     ) -> m.Planned:
-        """Hand in the graph, wait for nodes and the plan, and reach all stages. Raises StallError, FusionError."""
+        """Hand in the graph, wait for nodes and the plan, and reach all stages. Raises StallError, FusionError.
+
+        ``on_waiting`` is called with the broker's news and the seconds left when they come, and every `REMIND_S` again.
+        """
         self._call(self._channel.send(m.Submit(graph=graph, options=options)))
         deadline = time.monotonic() + timeout_s
-        idle = 0
+        news: m.Waiting | None = None
         while True:
-            what = f"{options.num_stages} nodes, {idle} are idle; start more or raise cluster.join_timeout_s"
-            message = self._next(self._control, deadline - time.monotonic(), what)
+            left_s = deadline - time.monotonic()
+            try:
+                message = self._next(self._control, min(left_s, REMIND_S), "a plan of the broker")
+            except StallError:
+                left_s = deadline - time.monotonic()
+                if left_s > 0:
+                    if news is not None:
+                        on_waiting(news, left_s)
+                    continue
+                idle = news.idle if news is not None else 0
+                raise StallError(
+                    f"the owner has waited {timeout_s:.0f} s for {options.num_stages} nodes, {idle} are idle; "
+                    "start more or raise cluster.join_timeout_s"
+                ) from None
             if isinstance(message, m.Planned):
                 break
             if not isinstance(message, m.Waiting):
                 raise RemoteProtocolError(f"the broker sent {type(message).__name__} instead of a plan")
-            idle = message.idle
-            on_waiting(message)
+            news = message
+            on_waiting(message, deadline - time.monotonic())
         self._planned = message
         self._stage_of = {stage.node: stage.stage_index for stage in message.plan.stages}
         self._call(self._connect(message), PEER_TIMEOUT_S + 5)

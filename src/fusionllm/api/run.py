@@ -53,6 +53,8 @@ Progress = Callable[[Any], None]
 
 #: A plan is named as the faster one when its step takes this part of ours or less.
 FASTER = 0.9
+#: So many nodes are named while others are waited for.
+MAX_NAMES = 8
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,14 @@ def describe_plan(planned: m.Planned) -> list[str]:
         *fences,
         *links,
     ]
+
+
+def describe_waiting(news: m.Waiting, left_s: float) -> str:
+    """Who is here, who is missing, and how long they are waited for."""
+    names = ", ".join(news.names[:MAX_NAMES]) + ", ..." * (len(news.names) > MAX_NAMES)
+    busy = f", {news.busy} more have another job" * bool(news.busy)
+    here = f"{news.idle} of {news.needed} nodes are here" + f" ({names})" * bool(names) + busy
+    return f"{here}; waiting {max(0.0, left_s):.0f} s more for the others (cluster.join_timeout_s)"
 
 
 class Run:
@@ -304,8 +314,8 @@ class Run:
             allow_ops=config.model.allow_ops,
         )
 
-        def waiting(message: m.Waiting) -> None:
-            self._progress(Note(step=0, kind="waiting", text=f"{message.idle} of {message.needed} nodes are here"))
+        def waiting(message: m.Waiting, left_s: float) -> None:
+            self._progress(Note(step=0, kind="waiting", text=describe_waiting(message, left_s)))
 
         graph = job.captured.graph
         planned = link.submit(encode_graph(graph), options, config.cluster.join_timeout_s, waiting)

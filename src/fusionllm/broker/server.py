@@ -145,6 +145,8 @@ class Broker:
                 await self._end(job, "its owner is gone")
             else:
                 await self._perform(job, job.machine.handle_lost(name, reason))
+        elif member is not None and member.role == "node":
+            await self._try_waiting()  # who waits for nodes hears that there is one less
 
     async def _on_message(self, name: str, channel: ControlChannel, message: m.Control) -> None:
         if isinstance(message, m.Listening):
@@ -188,9 +190,11 @@ class Broker:
 
     async def _try_waiting(self) -> None:
         for owner, submit in list(self._waiting.items()):
-            idle = len(self._membership.idle_nodes())
-            if idle < submit.options.num_stages:
-                await self._send(owner, m.Waiting(needed=submit.options.num_stages, idle=idle))
+            idle = [node.name for node in self._membership.idle_nodes()]
+            if len(idle) < submit.options.num_stages:
+                busy = sum(bool(node.job) for node in self._membership.members.values() if node.role == "node")
+                news = m.Waiting(needed=submit.options.num_stages, idle=len(idle), names=tuple(idle), busy=busy)
+                await self._send(owner, news)
                 continue
             if self._waiting.pop(owner, None) is submit:  # else another newcomer's news began it meanwhile
                 task = asyncio.ensure_future(self._begin(owner, submit))  # it may have to measure, which takes a while

@@ -369,10 +369,12 @@ class JobFailed(_Message, frozen=True, kw_only=True):
 
 
 class Waiting(_Message, frozen=True, kw_only=True):
-    """The job waits for machines: how many it needs, how many are idle."""
+    """The job waits for machines: how many it needs, how many are idle and who, how many have another job."""
 
     needed: int
     idle: int
+    names: tuple[str, ...] = ()
+    busy: int = 0
 
 
 Control = (
