@@ -131,6 +131,10 @@ def test_an_owner_that_waits_hears_who_is_here_and_who_has_left(graph):
                 told = describe_waiting(news, 299.8)
                 assert told.startswith("1 of 2 nodes are here (a); waiting 300 s more") and "join_timeout_s" in told
             assert (await owner.receive(20)).names == ()
+            async with machine(ticket, "node", "b"), machine(ticket, "node", "c"):
+                while news.names != ("b", "c"):
+                    news = await owner.receive(20)
+                assert describe_waiting(news, 1.0) == "2 of 2 nodes are here (b, c); the broker measures and plans"
 
     with_broker(scenario)
 

@@ -146,29 +146,27 @@ class OwnerLink:
         ``on_waiting`` is called with the broker's news and the seconds left when they come, and every `REMIND_S` again.
         """
         self._call(self._channel.send(m.Submit(graph=graph, options=options)))
-        deadline = time.monotonic() + timeout_s
+        started_s = time.monotonic()
         news: m.Waiting | None = None
+
+        def remind(left_s: float) -> None:
+            if news is not None:
+                on_waiting(news, left_s)
+
         while True:
-            left_s = deadline - time.monotonic()
-            try:
-                message = self._next(self._control, min(left_s, REMIND_S), "a plan of the broker")
-            except StallError:
-                left_s = deadline - time.monotonic()
-                if left_s > 0:
-                    if news is not None:
-                        on_waiting(news, left_s)
-                    continue
-                idle = news.idle if news is not None else 0
-                raise StallError(
-                    f"the owner has waited {timeout_s:.0f} s for {options.num_stages} nodes, {idle} are idle; "
-                    "start more or raise cluster.join_timeout_s"
-                ) from None
+            idle = news.idle if news is not None else 0
+            if idle < options.num_stages:
+                what = f"{options.num_stages} nodes, {idle} are idle; start more or raise cluster.join_timeout_s"
+            else:
+                what = "the broker to measure and plan; raise cluster.join_timeout_s"
+            message = self._next(self._control, timeout_s, what, since_s=started_s, remind=remind)
             if isinstance(message, m.Planned):
                 break
             if not isinstance(message, m.Waiting):
                 raise RemoteProtocolError(f"the broker sent {type(message).__name__} instead of a plan")
             news = message
-            on_waiting(message, deadline - time.monotonic())
+            if news.idle < news.needed:  # that all are here is told when planning takes long
+                remind(started_s + timeout_s - time.monotonic())
         self._planned = message
         self._stage_of = {stage.node: stage.stage_index for stage in message.plan.stages}
         self._call(self._connect(message), PEER_TIMEOUT_S + 5)
@@ -206,15 +204,24 @@ class OwnerLink:
 
         return self._call(read())
 
-    def _next(self, source: queue.SimpleQueue[T], timeout_s: float, what: str) -> T:
-        deadline = time.monotonic() + timeout_s
+    def _next(
+        self, source: queue.SimpleQueue[T], timeout_s: float, what: str, *,
+        since_s: float | None = None, remind: Callable[[float], None] = lambda left_s: None,
+    ) -> T:  # fmt: skip
+        """The next of a queue, within ``timeout_s`` of ``since_s`` or now; ``remind`` is told the seconds left."""
+        deadline = (time.monotonic() if since_s is None else since_s) + timeout_s
+        remind_s = time.monotonic() + REMIND_S
         while True:
             try:
                 return source.get(timeout=0.2)
             except queue.Empty:
                 self._raise_failure()
-                if time.monotonic() > deadline:
+                now_s = time.monotonic()
+                if now_s > deadline:
                     raise StallError(f"the owner has waited {timeout_s:.0f} s for {what}") from None
+                if now_s > remind_s:
+                    remind(deadline - now_s)
+                    remind_s = now_s + REMIND_S
 
     def _raise_failure(self) -> None:
         """Raise what went wrong, if anything did. A dead node process explains more than the links it left behind."""

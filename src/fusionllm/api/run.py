@@ -147,6 +147,8 @@ def describe_waiting(news: m.Waiting, left_s: float) -> str:
     names = ", ".join(news.names[:MAX_NAMES]) + ", ..." * (len(news.names) > MAX_NAMES)
     busy = f", {news.busy} more have another job" * bool(news.busy)
     here = f"{news.idle} of {news.needed} nodes are here" + f" ({names})" * bool(names) + busy
+    if news.idle >= news.needed:
+        return f"{here}; the broker measures and plans"
     return f"{here}; waiting {max(0.0, left_s):.0f} s more for the others (cluster.join_timeout_s)"
 
 

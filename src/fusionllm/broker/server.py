@@ -190,11 +190,10 @@ class Broker:
 
     async def _try_waiting(self) -> None:
         for owner, submit in list(self._waiting.items()):
-            idle = [node.name for node in self._membership.idle_nodes()]
-            if len(idle) < submit.options.num_stages:
-                busy = sum(bool(node.job) for node in self._membership.members.values() if node.role == "node")
-                news = m.Waiting(needed=submit.options.num_stages, idle=len(idle), names=tuple(idle), busy=busy)
-                await self._send(owner, news)
+            needed, idle = submit.options.num_stages, [node.name for node in self._membership.idle_nodes()]
+            busy = len(self._membership.busy_nodes())
+            await self._send(owner, m.Waiting(needed=needed, idle=len(idle), names=tuple(idle), busy=busy))
+            if len(idle) < needed:
                 continue
             if self._waiting.pop(owner, None) is submit:  # else another newcomer's news began it meanwhile
                 task = asyncio.ensure_future(self._begin(owner, submit))  # it may have to measure, which takes a while

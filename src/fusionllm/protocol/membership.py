@@ -78,6 +78,10 @@ class Membership:
         """Nodes that could take a stage, in the order they came."""
         return [m for m in self.members.values() if m.role == "node" and m.port and not m.job]
 
+    def busy_nodes(self) -> list[Member]:
+        """Nodes that have a job."""
+        return [m for m in self.members.values() if m.role == "node" and m.job]
+
     def lease(self, owner: str, job: str, num_nodes: int, *, every: bool = False) -> list[Member] | None:
         """Take ``num_nodes`` idle nodes for a job, those of one fence side by side; None when too few are idle.
 
