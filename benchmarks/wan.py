@@ -81,6 +81,7 @@ SETTINGS = (
     "model",
     "tokens",
     "unlimited",
+    "precision",
 )
 
 
@@ -99,7 +100,7 @@ def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
         "data": {"source": str(data / "shakespeare.txt"), "tokenizer": str(data / "tokenizer.json"), "seq_len": 128},
         "train": {
             "steps": args.warm + SETTLE_STEPS + args.steps, "global_batch": 4 * args.microbatches,
-            "microbatch_size": 4, "pipeline": args.pipeline, "precision": "bfloat16", "eval_batches": 8,
+            "microbatch_size": 4, "pipeline": args.pipeline, "precision": args.precision, "eval_batches": 8,
         },
         "optimizer": {"name": "adamw", "lr": 1e-3, "schedule": "constant"},
         "cluster": {"threads": 1},
@@ -146,6 +147,11 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
+    parser.add_argument(
+        "--precision",
+        choices=["float32", "bfloat16"],
+        help="that all rows compute in (bfloat16), not of emulated compute",
+    )
     parser.add_argument("--pipeline", default="1f1b-ahead", help="of our rows; torch's are 1F1B")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one method")
     parser.add_argument("--seed", type=int, default=0)
@@ -172,6 +178,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     args.emulated, args.nodes = scenario.emulates_compute, len(scenario.nodes)
     if args.emulated:
         args.model, args.tokens = args.model or "gpt2-xl-boundary", args.tokens or 1024
+    args.precision = "" if args.emulated else args.precision or "bfloat16"
     settings = {key: getattr(args, key) for key in SETTINGS}
     records = read_records(args.records, settings) if args.records else []
     if args.missing:

@@ -31,11 +31,10 @@ from fusionllm.compute.optimizers import OPTIMIZERS
 from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.library import DEVICES
 from fusionllm.estimate.work import OpWork, graph_work
-from fusionllm.ir.cluster import NodeProfile, Sample
+from fusionllm.ir.cluster import BACKWARD_OVER_FORWARD, NodeProfile, Sample
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.ops import OPS
 from fusionllm.protocol.messages import Probed
-from fusionllm.schedule.placement import BACKWARD_OVER_FORWARD
 from fusionllm.sim.devices import find_device
 from fusionllm.testbed.scenario import Host
 from fusionllm.units import parse_duration_s
@@ -205,7 +204,7 @@ def wait_until(time_s: float) -> None:
     time.sleep(max(0.0, time_s - time.perf_counter()))
 
 
-def calibrate(device: str) -> NodeProfile:
+def calibrate(device: str, precision: str = "float32") -> NodeProfile:
     """Samples from which `estimate.device.fit_rates` gets the modelled rates back."""
     modelled = _Here.modelled
     samples = []
@@ -256,7 +255,7 @@ def run_node(words: list[str]) -> None:
 
     BACKENDS[BACKEND] = "benchmarks.wan_modelled:ModelledBackend"
     CALIBRATIONS[BACKEND] = "benchmarks.wan_modelled:calibrate"
-    agent.measure_device = lambda backend, device: calibrate(device)
+    agent.measure_device = lambda backend, device, precision: calibrate(device)
     worker.find_weights = no_weights
     main([*words[1:], "--backend", BACKEND])
 

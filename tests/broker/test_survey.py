@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fusionllm.broker import survey as room
 from fusionllm.broker.survey import Survey
@@ -19,6 +20,9 @@ from fusionllm.protocol.membership import Member
 SAMPLE = Sample(kind="matmul", flops=1e9, moved_bytes=1e6, seconds=0.01)
 LARGE = Sample(kind="matmul", flops=1e11, moved_bytes=1e8, seconds=1.0)
 PROFILE = NodeProfile(device="test", memory_bytes=1e9, samples=(SAMPLE, LARGE))
+HALF = NodeProfile(
+    device="test", memory_bytes=1e9, samples=tuple(replace(s, seconds=s.seconds * 4) for s in PROFILE.samples)
+)
 
 
 def members(count: int, fences: int = 1) -> list[Member]:
@@ -34,7 +38,8 @@ class Nodes:
 
     async def send(self, name: str, order: object) -> None:
         if isinstance(order, m.Calibrate) and name not in self.silent:
-            self.survey.handle(name, m.Calibrated(profile=PROFILE))
+            profile = PROFILE if order.precision == "float32" else HALF
+            self.survey.handle(name, m.Calibrated(profile=profile, precision=order.precision))
         elif isinstance(order, m.Probe) and order.measure:
             self.probes.append((name, order.peer))
             if name not in self.silent:
@@ -65,14 +70,30 @@ def test_every_pair_meets_once_and_nobody_is_in_two_probes_at_a_time(count):
 def test_all_ways_are_measured_once_and_remembered(count):
     async def run() -> None:
         nodes, here = Nodes(), members(count)
-        await nodes.survey.measure(here, no_shape)
+        await nodes.survey.measure(here, "float32", no_shape)
         assert sorted(nodes.probes) == sorted((a.name, b.name) for a in here for b in here if a != b)
-        await nodes.survey.measure(here, no_shape)
+        await nodes.survey.measure(here, "float32", no_shape)
         assert len(nodes.probes) == count * (count - 1)
-        view = nodes.survey.view(here)
+        view = nodes.survey.view(here, "float32")
         assert [node.name for node in view.cluster.nodes] == [node.name for node in here]
         assert view.rates["n0"].matmul == pytest.approx(1e11)
         assert all(rate == 1e6 for i, row in enumerate(view.cluster.bandwidth_bytes_per_s) for rate in row[:i])
+
+    asyncio.run(run())
+
+
+def test_a_device_is_measured_in_the_precision_of_the_job():
+    async def run() -> None:
+        nodes, here = Nodes(), members(1)
+        await nodes.survey.measure(here, "bfloat16", no_shape)
+        with pytest.raises(PlanError, match="n0 has not measured"):
+            nodes.survey.view(here, "float32")
+        nodes.survey.handle("n0", m.Calibrated(profile=PROFILE, precision="float32"))  # that nobody asked for
+        with pytest.raises(PlanError, match="n0 has not measured"):
+            nodes.survey.view(here, "float32")
+        await nodes.survey.measure(here, "float32", no_shape)
+        rates = [nodes.survey.view(here, name).rates["n0"].matmul for name in ("float32", "bfloat16")]
+        assert rates == pytest.approx([1e11, 1e11 / 4])
 
     asyncio.run(run())
 
@@ -81,7 +102,7 @@ def test_emulated_links_are_measured_anew_for_every_job():
     async def run() -> None:
         nodes, here = Nodes(), members(2)
         for _ in range(2):
-            await nodes.survey.measure(here, lambda a, b: m.LinkShape(1e6))
+            await nodes.survey.measure(here, "float32", lambda a, b: m.LinkShape(1e6))
         assert len(nodes.probes) == 4
 
     asyncio.run(run())
@@ -90,12 +111,12 @@ def test_emulated_links_are_measured_anew_for_every_job():
 def test_of_many_nodes_a_few_of_each_fence_are_probed_and_the_rest_inferred(caplog):
     async def run() -> None:
         nodes, here = Nodes(), members(room.MAX_PROBED + 4, fences=3)
-        await nodes.survey.measure(here, no_shape)
+        await nodes.survey.measure(here, "float32", no_shape)
         assert len(nodes.probes) == 6 * 5
         link = nodes.survey.link(here[-1], here[-2], here)
         assert link.inferred and link.bandwidth_bytes_per_s == 1e6
         assert not nodes.survey.link(here[0], here[1], here).inferred
-        nodes.survey.view(here)
+        nodes.survey.view(here, "float32")
 
     with caplog.at_level("INFO", logger=room.__name__):
         asyncio.run(run())
@@ -109,11 +130,11 @@ def test_a_node_that_says_nothing_is_named_and_one_that_leaves_is_not_waited_for
 
     async def run() -> None:
         nodes, here = Nodes(silent=("n1",)), members(2)
-        await nodes.survey.measure(here, no_shape)
+        await nodes.survey.measure(here, "float32", no_shape)
         with pytest.raises(PlanError, match="n1 has not measured its device"):
-            nodes.survey.view(here)
+            nodes.survey.view(here, "float32")
         monkeypatch.setattr(room, "CALIBRATE_S", 60.0)
-        measuring = asyncio.ensure_future(nodes.survey.measure(here, no_shape))
+        measuring = asyncio.ensure_future(nodes.survey.measure(here, "float32", no_shape))
         await asyncio.sleep(0.01)
         nodes.survey.forget("n1")
         await asyncio.wait_for(measuring, 5)
@@ -122,23 +143,18 @@ def test_a_node_that_says_nothing_is_named_and_one_that_leaves_is_not_waited_for
 
 
 @pytest.mark.parametrize(
-    "message",
+    "wrong",
     [
-        m.Calibrated(profile=NodeProfile(device="x", memory_bytes=0, samples=(SAMPLE,))),
-        m.Calibrated(profile=NodeProfile(device="x", memory_bytes=float("inf"), samples=(SAMPLE,))),
-        m.Calibrated(profile=NodeProfile(device="x", memory_bytes=1, samples=())),
-        m.Calibrated(profile=NodeProfile(device="x", memory_bytes=1, samples=(SAMPLE,) * 1000)),
-        m.Calibrated(
-            profile=NodeProfile(
-                device="x", memory_bytes=1,
-                samples=(Sample(kind="matmul", flops=float("nan"), moved_bytes=1, seconds=1),),
-            )
-        ),
+        {"memory_bytes": 0},
+        {"memory_bytes": float("inf")},
+        {"samples": ()},
+        {"samples": (SAMPLE,) * 1000},
+        {"samples": (replace(SAMPLE, flops=float("nan")),)},
     ],
-)  # fmt: skip
-def test_what_no_device_could_report_is_refused(message):
+)
+def test_what_no_device_could_report_is_refused(wrong):
     with pytest.raises(RemoteProtocolError, match=r"n0 reported a (device|calibration)"):
-        Survey(Nodes().send).handle("n0", message)
+        Survey(Nodes().send).handle("n0", m.Calibrated(precision="float32", profile=replace(PROFILE, **wrong)))
 
 
 def test_a_link_nobody_asked_about_is_not_kept():
@@ -151,7 +167,7 @@ def test_a_link_nobody_asked_about_is_not_kept():
 def test_traffic_corrects_what_a_probe_measured():
     async def run() -> None:
         nodes, here = Nodes(), members(2)
-        await nodes.survey.measure(here, no_shape)
+        await nodes.survey.measure(here, "float32", no_shape)
         slower = LinkProfile(bandwidth_bytes_per_s=5e5, rtt_s=0.02)
         nodes.survey.observe("n0", {"n1": slower, "owner": slower})
         assert nodes.survey.link(here[0], here[1], here) == slower

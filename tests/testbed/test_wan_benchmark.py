@@ -127,9 +127,10 @@ def test_forwards_and_backwards_are_metered_apart(tmp_path):
 
 
 def test_the_model_cut_by_hand_is_the_model():
-    args = argparse.Namespace(seed=1, layers=4, width=48, steps=1, warm=2, microbatches=4, pipeline="1f1b")
+    args = argparse.Namespace(
+        seed=1, layers=4, width=48, steps=1, warm=2, microbatches=4, pipeline="1f1b", precision="float32"
+    )
     config = wan.run_config(args, "runs")
-    config["train"]["precision"] = "float32"
     peer = Peer({"config": config, "addresses": [""] * 2}, 0)
     batch = peer.batches(0)[0]
     x = batch["input_ids"]

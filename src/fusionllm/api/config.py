@@ -16,8 +16,8 @@ import tomli_w
 
 from fusionllm.capture.options import ModelConfig
 from fusionllm.compute import OptimConfig, check_optimizer
-from fusionllm.compute.options import Precision
 from fusionllm.errors import PlanError, UserError, known_names
+from fusionllm.ir.cluster import Precision
 from fusionllm.ir.codec import IDENTITY, parse_codec
 from fusionllm.protocol.messages import (
     MAX_MICROBATCHES,

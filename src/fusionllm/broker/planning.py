@@ -13,6 +13,7 @@ from fusionllm.errors import PlanError, known_names
 from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.flops import anchored_flops, graph_costs
 from fusionllm.estimate.memory import OPTIMIZER_COPIES
+from fusionllm.ir.cluster import Precision
 from fusionllm.ir.codec import CodecSpec, CodecSpeed, parse_codec
 from fusionllm.ir.cuts import anchored_ops, split_graph
 from fusionllm.ir.graph import OpGraph, encode_graph
@@ -82,6 +83,18 @@ def needs_survey(options: JobOptions) -> bool:
     return options.partition in SURVEYED or bool(options.compression.rule)
 
 
+class _Compute(msgspec.Struct):
+    precision: Precision = "float32"
+
+
+def precision_of(options: JobOptions) -> Precision:
+    """What the job's stages compute in. Raises PlanError."""
+    try:
+        return msgspec.json.decode(options.compute, type=_Compute).precision
+    except msgspec.MsgspecError as error:
+        raise PlanError(f"how stages compute is not what this broker knows: {error}") from None
+
+
 def plan_job(
     job: str, graph: OpGraph, options: JobOptions, nodes: Sequence[Member], owner: Member,
     surveyed: Surveyed | None = None,
@@ -114,7 +127,7 @@ def plan_job(
     codecs = link_codecs(layout.codecs)
     choices = link_choices(codecs, len(nodes), options.compression)
     for i, (node, stage) in enumerate(zip(nodes, stages)):
-        _check_offer(i, node, stage, options.optim, [choice for pair, choice in choices.items() if i in pair])
+        _check_offer(i, node, stage, options, [choice for pair, choice in choices.items() if i in pair])
     assignments = {
         node.name: Assign(
             job=job,
@@ -148,7 +161,7 @@ def plan_job(
 
 
 def _check_offer(
-    stage_index: int, node: Member, stage: OpGraph, optim: bytes, codecs: Sequence[LinkChoice]
+    stage_index: int, node: Member, stage: OpGraph, options: JobOptions, codecs: Sequence[LinkChoice]
 ) -> None:  # fmt: skip
     """Refuse a stage for a node that lacks an operator, a dtype, an optimizer or a codec of it. Raises PlanError."""
     if node.opset < stage.opset:
@@ -164,9 +177,10 @@ def _check_offer(
             f"{who} lacks {len(missing)} of its operators: {', '.join(missing[:8])}; "
             "let a node of another backend join instead (fusionllm join --backend torch)"
         )
-    if missing := sorted({s.dtype for s in stage.specs().values() if s.is_tensor} - set(node.offer.dtypes)):
+    dtypes = {s.dtype for s in stage.specs().values() if s.is_tensor} | {_dtype(options)}
+    if missing := sorted(dtypes - set(node.offer.dtypes)):
         raise PlanError(f"{who} has no {missing[0]}; it has {', '.join(node.offer.dtypes)}")
-    if missing := sorted(_optimizers(optim) - set(node.offer.optimizers)):
+    if missing := sorted(_optimizers(options.optim) - set(node.offer.optimizers)):
         raise PlanError(f"{who} has no optimizer {missing[0]!r}; it has {', '.join(node.offer.optimizers)}")
     if codecs and not node.offer.codecs:
         raise PlanError(
@@ -183,7 +197,7 @@ def _plain_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], 
 
 
 def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], surveyed: Surveyed) -> _Layout:
-    cluster = _with_lines(_with_lacks(surveyed.cluster, graph, nodes), options.fence_lines)
+    cluster = _with_lines(_with_lacks(surveyed.cluster, graph, nodes, _dtype(options)), options.fence_lines)
     base, compression = options.pipeline.partition(":")[0], options.compression
     step = StepOptions(
         microbatch_size=options.microbatch_size, max_length=options.max_length,
@@ -230,10 +244,21 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
     )
 
 
-def _with_lacks(cluster: Cluster, graph: OpGraph, nodes: Sequence[Member]) -> Cluster:
-    """With the operators of the graph that a node's backend lacks, so that the plan keeps them from it."""
+def _dtype(options: JobOptions) -> str:
+    """What products are computed in."""
+    return precision_of(options).removesuffix("-weights")
+
+
+def _with_lacks(cluster: Cluster, graph: OpGraph, nodes: Sequence[Member], dtype: str) -> Cluster:
+    """With the operators of the graph that a node's backend lacks, so that the plan keeps them from it.
+
+    Of a backend without ``dtype`` that is all of them.
+    """
     names = {op.name for op in graph.ops}
-    lacks = [tuple(sorted(names - set(node.offer.operators))) if node.offer else () for node in nodes]
+    lacks = [
+        tuple(sorted(names - set(node.offer.operators) if dtype in node.offer.dtypes else names)) if node.offer else ()
+        for node in nodes
+    ]
     models = (msgspec.structs.replace(model, refuses=lack) for model, lack in zip(cluster.nodes, lacks, strict=True))
     return msgspec.structs.replace(cluster, nodes=tuple(models))
 

@@ -12,7 +12,15 @@ import secrets
 import time
 
 from fusionllm.broker.links import Tuner
-from fusionllm.broker.planning import CHOOSING, PlannedJob, check_options, emulated_link, needs_survey, plan_job
+from fusionllm.broker.planning import (
+    CHOOSING,
+    PlannedJob,
+    check_options,
+    emulated_link,
+    needs_survey,
+    plan_job,
+    precision_of,
+)
 from fusionllm.broker.survey import Survey
 from fusionllm.errors import AdmissionError, FusionError, LinkError, ProtocolError
 from fusionllm.ir.graph import decode_graph
@@ -238,9 +246,10 @@ class Broker:
         # nothing is executed here; each node says for itself which operators beyond the list it allows
         graph = decode_graph(submit.graph, allowed_ops(options.allow_ops))
         if needs_survey(options):
-            await self._survey.measure(nodes, lambda a, b: emulated_link(options, a.fence, b.fence))
+            precision = precision_of(options)
+            await self._survey.measure(nodes, precision, lambda a, b: emulated_link(options, a.fence, b.fence))
             here = [node for node in nodes if node.name in self._membership.members]
-            nodes, surveyed = here, self._survey.view(here)
+            nodes, surveyed = here, self._survey.view(here, precision)
         # a large graph takes a while to plan and cut; the loop goes on meanwhile
         return await asyncio.get_running_loop().run_in_executor(
             None, lambda: plan_job(name, graph, options, nodes, member, surveyed)

@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from fusionllm.broker.planning import Surveyed
 from fusionllm.errors import GraphError, PlanError, RemoteProtocolError
 from fusionllm.estimate.device import fit_rates
-from fusionllm.ir.cluster import NO_WAY, LinkProfile, NodeProfile, check_link_profile, check_node_profile
+from fusionllm.ir.cluster import NO_WAY, LinkProfile, NodeProfile, Precision, check_link_profile, check_node_profile
 from fusionllm.protocol import messages as m
 from fusionllm.protocol.membership import Member
 from fusionllm.schedule.placement import Cluster, NodeModel
 
 log = logging.getLogger(__name__)
 
-CALIBRATE_S = 60.0
+CALIBRATE_S = 180.0
 PROBE_S = 90.0
 PROBE_BYTES = 16 << 20
 #: With more nodes than this only the first of each fence are probed; other pairs are taken to be like theirs.
@@ -41,7 +41,8 @@ class Survey:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._devices: dict[str, NodeProfile] = {}
+        self._devices: dict[str, dict[Precision, NodeProfile]] = {}
+        self._asked: dict[str, Precision] = {}
         self._links: dict[Pair, LinkProfile] = {}
         self._waits: dict[Pair, asyncio.Future[None]] = {}
 
@@ -51,8 +52,10 @@ class Survey:
         """Take an answer. Raises RemoteProtocolError for one that no device or link could have given."""
         try:
             if isinstance(message, m.Calibrated):
-                self._devices[name] = check_node_profile(message.profile)
-                self._wake((name, ""))
+                profile = check_node_profile(message.profile)
+                if message.precision == self._asked.get(name):
+                    self._devices.setdefault(name, {})[message.precision] = profile
+                    self._wake((name, ""))
             elif (name, message.peer) in self._waits:
                 self._links[name, message.peer] = check_link_profile(message.profile)
                 self._wake((name, message.peer))
@@ -73,6 +76,7 @@ class Survey:
     def forget(self, name: str) -> None:
         """A node is gone; who waits for it waits no longer."""
         self._devices.pop(name, None)
+        self._asked.pop(name, None)
         for pair in [pair for pair in self._links if name in pair]:
             del self._links[pair]
         for pair in [pair for pair in self._waits if name in pair]:
@@ -80,25 +84,29 @@ class Survey:
 
     # asked by the broker
 
-    async def measure(self, nodes: Sequence[Member], shapes: Callable[[Member, Member], m.LinkShape | None]) -> None:
+    async def measure(
+        self, nodes: Sequence[Member], precision: Precision, shapes: Callable[[Member, Member], m.LinkShape | None]
+    ) -> None:
         """Measure what is not known yet: all devices at once, then links, no node in two probes at a time.
 
         Args:
+            precision: devices are measured as they train in it.
             shapes: the emulated link from one node to another, None for a real one.
         """
-        fresh = [node.name for node in nodes if node.name not in self._devices]
-        await asyncio.gather(*(self._ask(name, "", m.Calibrate(), CALIBRATE_S) for name in fresh))
+        fresh = [node.name for node in nodes if precision not in self._devices.get(node.name, ())]
+        self._asked.update(dict.fromkeys(fresh, precision))
+        await asyncio.gather(*(self._ask(name, "", m.Calibrate(precision=precision), CALIBRATE_S) for name in fresh))
         probed = _to_probe(nodes)
         for turn in _rounds(len(probed)):
             await asyncio.gather(
                 *(self._probe_both_ways(probed[a], probed[b], shapes(probed[a], probed[b])) for a, b in turn)
             )
 
-    def view(self, nodes: Sequence[Member]) -> Surveyed:
+    def view(self, nodes: Sequence[Member], precision: Precision) -> Surveyed:
         """These nodes in numbers. Raises PlanError naming one that could not be measured."""
         models, rates, speeds = [], {}, {}
         for node in nodes:
-            profile = self._devices.get(node.name)
+            profile = self._devices.get(node.name, {}).get(precision)
             if profile is None:
                 raise PlanError(f"{node.name} has not measured its device; look into its log, or let it join again")
             rates[node.name], speeds[node.name] = fit_rates(profile.samples), profile.codecs

@@ -83,7 +83,7 @@ def warm_up(name: str, device: str) -> Ready:
 
 
 def calibrate(name: str, device: str, precision: str = "float32") -> NodeProfile:
-    """Measure a device with a backend, in float32 or bfloat16. Raises UserError for a backend that cannot."""
+    """Measure a device with a backend as it trains in a precision. Raises UserError for a backend that cannot."""
     module, _, attribute = CALIBRATIONS.get(name, "").partition(":")
     if not module:
         raise UserError(f"backend {name!r} has no calibration; {known_names(name, CALIBRATIONS)}")

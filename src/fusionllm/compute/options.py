@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-Precision = Literal["float32", "bfloat16", "float16", "bfloat16-weights"]
+from fusionllm.ir.cluster import Precision
+
 Kind = Literal["norms", "biases", "embeddings"]
 
 

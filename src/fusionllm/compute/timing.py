@@ -1,6 +1,6 @@
 """What is timed to know a device, and how: sizes per kind of operator, calls in a row. Knows no framework.
 
-A backend's ``calibrate`` says what an operator of each kind is, and what calls one and waits.
+A backend's ``calibrate`` says what an operator of each kind is, and what calls one, forward and backward, and waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from fusionllm.ir.cluster import OpKind, Sample
+from fusionllm.ir.cluster import BACKWARD_OVER_FORWARD, OpKind, Sample
 
 #: Shape of the operand of an operator of each kind, larger and larger. Matrix products are of it with itself; attention
 #: is causal, [rows, heads, positions, width]; convolutions have 3 x 3 weights, as many channels out as in, padding 1.
@@ -30,6 +30,9 @@ _WORK: dict[OpKind, tuple[Callable[[tuple[int, ...]], float], float]] = {
 #: A size is the last of its kind when a call takes this long, and some times what the smallest did: that one is launch.
 _LONG_S = 0.01
 _TIMES = 2.0
+#: So many short ones are called one on the result of the other, as in a stage, where all have one backward.
+_CHAIN = 8
+_SHORT_S = 0.001
 _REPEATS = 3
 #: Some slices of a shared processor.
 _ROW_S = 0.2
@@ -39,28 +42,31 @@ Function = TypeVar("Function")
 
 def time_kinds(
     functions: Mapping[OpKind, Function],
-    prepare: Callable[[Function, tuple[int, ...]], Callable[[], object]],
+    prepare: Callable[[Function, tuple[int, ...], int], Callable[[], object]],
     item_bytes: int,
 ) -> tuple[Sample, ...]:
     """Time an operator of each kind at `SHAPES`, until it takes long enough.
 
     Args:
         functions: an operator per kind, of its operand. Kinds that a backend has none of are left out.
-        prepare: makes of an operator and its operand's shape a call that waits for the result.
+        prepare: makes of an operator, its operand's shape and a number of times, each on the last one's result, a call
+            that waits for the result and its gradients. It is timed whole, as training does it: gradients may be far
+            from twice a forward.
         item_bytes: of an element.
     """
     samples: list[Sample] = []
     for kind, function in functions.items():
         flops, moves = _WORK[kind]
-        shortest_s = math.inf
+        shortest_s, chain = math.inf, _CHAIN
         for shape in SHAPES[kind]:
-            seconds, count = sustained_s(prepare(function, shape)), math.prod(shape)
+            call, count = prepare(function, shape, chain), math.prod(shape)
+            seconds = sustained_s(call) / chain / (1 + BACKWARD_OVER_FORWARD)
             samples.append(
                 Sample(
                     kind=kind, flops=flops(shape) * count, moved_bytes=moves * count * item_bytes, seconds=seconds
                 )
             )  # fmt: skip
-            shortest_s = min(shortest_s, seconds)
+            shortest_s, chain = min(shortest_s, seconds), _CHAIN if seconds < _SHORT_S else 1
             if seconds > max(_LONG_S, _TIMES * shortest_s):
                 break
     return tuple(samples)

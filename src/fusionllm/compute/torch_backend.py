@@ -100,11 +100,15 @@ class TorchProgram:
         return {i: t.detach().to(self._dtypes[i]) for i, t in outs.items()}
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._precision in ("bfloat16", "float16"):
-            # the cache of cast weights would outlive the weights' update
-            dtype = torch.bfloat16 if self._precision == "bfloat16" else torch.float16
-            return torch.autocast(self._device.type, dtype=dtype, cache_enabled=False)
-        return nullcontext()
+        return autocast(self._device.type, self._precision)
+
+
+def autocast(device_type: str, precision: str) -> AbstractContextManager[Any]:
+    """In which products are computed in a precision, where that is bfloat16 or float16."""
+    if precision in ("bfloat16", "float16"):
+        # the cache of cast weights would outlive the weights' update
+        return torch.autocast(device_type, dtype=getattr(torch, precision), cache_enabled=False)
+    return nullcontext()
 
 
 class TorchOptimizer:

@@ -15,11 +15,15 @@ from fusionllm.ir.codec import CodecSpeed
 
 #: Kinds of operators that take their time differently.
 OpKind = Literal["matmul", "attention", "convolution", "memory"]
+#: What a stage computes in: products in the middle two (autocast), weights and values in the last.
+Precision = Literal["float32", "bfloat16", "float16", "bfloat16-weights"]
 MAX_SAMPLES = 256
+#: A backward pass computes the gradients of both operands of each product.
+BACKWARD_OVER_FORWARD = 2.0
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measured: the median seconds of one operator of a calibration, forward."""
+    """Measured: what one operator does forward, and the seconds of that: its forward and backward over three."""
 
     kind: OpKind
     flops: float

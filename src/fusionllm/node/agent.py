@@ -122,8 +122,8 @@ class NodeAgent:
             if order.measure:
                 await self._channel.send(await measure_link(self._endpoint, order))
             return
-        profile = await self._loop.run_in_executor(None, measure_device, self.backend, self._device)
-        await self._channel.send(m.Calibrated(profile=profile))
+        profile = await self._loop.run_in_executor(None, measure_device, self.backend, self._device, order.precision)
+        await self._channel.send(m.Calibrated(profile=profile, precision=order.precision))
 
     # a job
 

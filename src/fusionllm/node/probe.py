@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from fusionllm.compute import calibrate
-from fusionllm.errors import FusionError, RemoteProtocolError
+from fusionllm.errors import FusionError, RemoteProtocolError, UserError
 from fusionllm.ir.cluster import NO_WAY, LinkProfile, NodeProfile
 from fusionllm.node.codecs import can_compress
 from fusionllm.protocol import messages as m
@@ -47,9 +47,12 @@ def check_probe(peer: str, expected: str, num_bytes: int) -> None:
         raise RemoteProtocolError(f"a probe message of {num_bytes} bytes; they have {_PIECE_BYTES} at most")
 
 
-def measure_device(backend: str, device: str) -> NodeProfile:
+def measure_device(backend: str, device: str, precision: str) -> NodeProfile:
     """What the device does in a second, and the codecs that a rule may choose on it."""
-    profile = calibrate(backend, device)
+    try:
+        profile = calibrate(backend, device, precision)
+    except UserError:  # not one of this backend's, which a stage of it will say
+        profile = calibrate(backend, device)
     if not can_compress():
         return profile
     from fusionllm.compress import measure_speed  # brings in torch

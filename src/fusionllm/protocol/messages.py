@@ -15,12 +15,12 @@ from typing import Literal, TypeVar
 import msgspec
 
 from fusionllm.errors import RemoteProtocolError, UserError
-from fusionllm.ir.cluster import LinkProfile, NodeProfile
+from fusionllm.ir.cluster import LinkProfile, NodeProfile, Precision
 from fusionllm.ir.init import Init
 from fusionllm.ir.plan import Plan
 
 #: Version of the control plane. A node of another version is refused at join with both numbers.
-CONTROL_VERSION = 3
+CONTROL_VERSION = 4
 MAX_CONTROL_BYTES = 300 << 20
 #: What a machine that has not joined yet may send.
 MAX_JOIN_BYTES = 64 << 10
@@ -260,9 +260,10 @@ class StageFailed(_Message, frozen=True, kw_only=True):
 
 
 class Calibrated(_Message, frozen=True, kw_only=True):
-    """What the device of this node can do."""
+    """What the device of this node can do in a precision."""
 
     profile: NodeProfile
+    precision: Precision
 
 
 class Probed(_Message, frozen=True, kw_only=True):
@@ -277,7 +278,9 @@ class Probed(_Message, frozen=True, kw_only=True):
 
 
 class Calibrate(_Message, frozen=True, kw_only=True):
-    """Measure your device."""
+    """Measure your device as it trains in a precision."""
+
+    precision: Precision
 
 
 class Probe(_Message, frozen=True, kw_only=True):

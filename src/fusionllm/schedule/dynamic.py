@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fusionllm.ir.cluster import BACKWARD_OVER_FORWARD
 from fusionllm.schedule.batch import Array
 from fusionllm.schedule.pipeline import AHEAD
-from fusionllm.schedule.placement import BACKWARD_OVER_FORWARD
 from fusionllm.schedule.tables import Point, Tables
 
 #: Ratio of the grid of bounds, on small clusters and on others.

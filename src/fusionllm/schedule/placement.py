@@ -18,6 +18,7 @@ from math import inf
 import networkx as nx
 
 from fusionllm.errors import PlanError
+from fusionllm.ir.cluster import BACKWARD_OVER_FORWARD
 from fusionllm.ir.program import Action, StageProgram
 from fusionllm.schedule.limits import check_allowed, feed_seconds
 from fusionllm.schedule.nouns import (
@@ -40,14 +41,12 @@ from fusionllm.schedule.timeline import LinkModel, StageModel, Timeline, replay
 from fusionllm.units import format_num_bytes
 
 __all__ = [
-    "BACKWARD_OVER_FORWARD", "BASELINES", "Cluster", "Feed", "NodeModel", "Owner", "Pin", "Placement", "Share", "Tied",
+    "BASELINES", "Cluster", "Feed", "NodeModel", "Owner", "Pin", "Placement", "Share", "Tied",
     "Workload", "build_models", "check_memory", "fence_order", "find_fences", "forward_seconds", "link_rates",
     "most_held", "node_memory", "place_equal_compute", "place_equal_number", "place_op_fence", "replay_placement",
     "select_nodes", "stage_memory", "with_chunks", "without_chunks",
 ]  # fmt: skip
 
-#: A backward pass computes the gradients of both operands of each product.
-BACKWARD_OVER_FORWARD = 2.0
 #: Parts of a node's memory that OP-Fence fills, one after the other until all nodes hold what they get.
 MEMORY_MARGINS = (1.0, 0.9, 0.8, 0.65, 0.5)
 

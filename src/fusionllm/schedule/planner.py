@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 
 from fusionllm.errors import PlanError
+from fusionllm.ir.cluster import BACKWARD_OVER_FORWARD
 from fusionllm.schedule.dynamic import COARSE_RATIO, Dynamic
 from fusionllm.schedule.pipeline import AHEAD
 from fusionllm.schedule.placement import (
-    BACKWARD_OVER_FORWARD,
     BASELINES,
     Cluster,
     NodeModel,

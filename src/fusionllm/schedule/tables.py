@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fusionllm.ir.cluster import BACKWARD_OVER_FORWARD
 from fusionllm.schedule.batch import Array, BatchCosts, replay_many
 from fusionllm.schedule.limits import refused
 from fusionllm.schedule.pipeline import AHEAD, ZERO_BUBBLE
 from fusionllm.schedule.placement import (
-    BACKWARD_OVER_FORWARD,
     Cluster,
     Placement,
     Workload,

@@ -79,6 +79,17 @@ def run_alone(device: str, function: Callable[[Any], Any], operand: np.ndarray) 
     return _on(_device(device), lambda: _arrays([function(Tensor(operand))])[0])
 
 
+def run_backward(device: str, function: Callable[[Any], Any], operand: np.ndarray) -> np.ndarray:
+    """The operand's gradient, of a result like it weighted by itself. The forward is computed again, as in a stage."""
+
+    def work() -> np.ndarray:
+        x = Tensor(operand)
+        y = function(x)
+        return _arrays([(y * Tensor(operand)).sum().gradient(x)[0], y])[0]
+
+    return _on(_device(device), work)
+
+
 class TinygradBackend:
     """tinygrad, 0.14 or newer."""
 

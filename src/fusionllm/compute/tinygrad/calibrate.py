@@ -12,20 +12,20 @@ import numpy as np
 import psutil
 
 from fusionllm.compute.timing import time_kinds
-from fusionllm.compute.tinygrad.backend import run_alone
+from fusionllm.compute.tinygrad.backend import run_alone, run_backward
 from fusionllm.compute.tinygrad.operators import TABLE
 from fusionllm.errors import UserError
 from fusionllm.ir.cluster import NodeProfile, OpKind
 
-_FUNCTIONS: dict[OpKind, Callable[[Any], Any]] = {
-    "matmul": lambda x: TABLE["aten.linear.default"](x, x),
-    "attention": lambda x: TABLE["aten.scaled_dot_product_attention.default"](None, x, x, x, is_causal=True),
-    "memory": TABLE["aten.silu.default"],
+_FUNCTIONS: dict[OpKind, Callable[[Any, Any], Any]] = {
+    "matmul": TABLE["aten.linear.default"],
+    "attention": lambda y, x: TABLE["aten.scaled_dot_product_attention.default"](None, y, x, x, is_causal=True),
+    "memory": lambda y, x: TABLE["aten.silu.default"](y),
 }
 
 
 def calibrate(device: str, precision: str = "float32") -> NodeProfile:
-    """Time matrix products, attention and plain movements on ``device`` in float32, forward.
+    """Time matrix products, attention and plain movements on ``device`` in float32, forward and backward.
 
     Raises:
         UserError: another precision.
@@ -33,9 +33,15 @@ def calibrate(device: str, precision: str = "float32") -> NodeProfile:
     if precision != "float32":
         raise UserError(f"precision {precision!r} is not of tinygrad's here; it has float32")
 
-    def prepare(function: Callable[[Any], Any], shape: tuple[int, ...]) -> Callable[[], object]:
-        operand = np.ones(shape, np.float32)
-        return lambda: run_alone(device, function, operand)
+    def prepare(function: Callable[[Any, Any], Any], shape: tuple[int, ...], count: int) -> Callable[[], object]:
+        def forward(x: Any) -> Any:
+            y = x
+            for _ in range(count):
+                y = function(y, x)
+            return y
+
+        operand = np.full(shape, 1 / shape[-1], np.float32)
+        return lambda: (run_alone(device, forward, operand), run_backward(device, forward, operand))
 
     samples = time_kinds(_FUNCTIONS, prepare, np.dtype(np.float32).itemsize)
     free = float(psutil.virtual_memory().available)
