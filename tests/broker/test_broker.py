@@ -254,7 +254,7 @@ def test_a_stalled_job_is_reported_with_who_waits_for_whom(graph, monkeypatch, c
         async with machine(ticket, "owner", "o") as owner:
             await owner.send(submission(graph, stall_s=0.1))
             await receive(owner, m.Planned)
-            await until("job1 has not moved for 0 s: the job waits for stage 0 (a), stage 1 (b)")
+            await until("no step of job1 ended in 0 s: the job waits for stage 0 (a), stage 1 (b)")
             await until("stage 0 has waited 0 s for weights: ")  # the owner sends none
         await until("its owner is gone")
         for task in tasks:

@@ -96,6 +96,16 @@ def test_fences_of_nodes_without_one_are_found_by_their_links_and_told():
     assert not any("fences" in line for line in describe_plan(sited))
 
 
+def test_frameworks_that_differ_are_told():
+    nodes, surveyed = two_nodes()
+    mixed = [nodes[0], msgspec.structs.replace(nodes[1], backend="jax")]
+    told = [
+        describe_plan(plan_job("job1", GRAPH, options(), here, OWNER, surveyed).owner)[0] for here in (nodes, mixed)
+    ]
+    assert told[0].startswith("predicted")
+    assert set(told[1].split(", ")) == {"n0 computes with torch", "n1 computes with jax"}
+
+
 def test_where_another_plan_is_better_or_the_only_one_its_key_is_named(monkeypatch):
     nodes, surveyed = two_nodes()
     planned = plan_job("job1", GRAPH, options(), nodes, OWNER, surveyed).owner

@@ -18,6 +18,7 @@ import torch
 import fusionllm
 from fusionllm.api.config import load_config
 from fusionllm.errors import UserError
+from fusionllm.telemetry.events import Note
 
 ROOT = Path(__file__).parents[2]
 CLI = [sys.executable, "-W", "ignore", "-m", "fusionllm.cli.main"]
@@ -283,7 +284,8 @@ def test_a_module_and_arrays_from_python(tmp_path):
     assert result.model is model and result.summary.val_loss is not None
 
 
-def test_texts_from_python_then_export_without_them(tmp_path):
+def test_texts_from_python_then_export_without_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("fusionllm.api.trainer.NEWS_S", 0.0)
     model = {"source": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16}}
     seen = []
     result = fusionllm.train(
@@ -293,6 +295,7 @@ def test_texts_from_python_then_export_without_them(tmp_path):
     assert len(result.losses) == 3 and not result.stopped_early
     assert [type(e).__name__ for e in result.history] == ["StepMetrics"] * 3 + ["ValMetrics"]
     assert {"Plan", "StepMetrics", "ValMetrics"} <= {type(e).__name__ for e in seen}
+    assert any(isinstance(e, Note) and e.kind == "validating" and "batches" in e.text for e in seen)
     next(result.run_dir.glob("checkpoints/*/optimizer.safetensors")).write_bytes(b"")
     folder = fusionllm.export(result.run_dir, tmp_path / "hf")
     assert (folder / "model.safetensors").is_file()

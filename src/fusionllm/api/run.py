@@ -125,9 +125,11 @@ def _check_stages(config: RunConfig, graph: OpGraph) -> None:
 
 
 def describe_plan(planned: m.Planned) -> list[str]:
-    """What measuring came to, in lines: the predicted step beside other plans', and what travels coded."""
+    """Which frameworks compute, where they differ, and what measuring came to: the step, what travels coded."""
+    frameworks = ", ".join(f"{node} computes with {backend}" for node, backend in planned.backends.items())
+    backends = [frameworks] * (len(set(planned.backends.values())) > 1)
     if not planned.predicted_step_s:
-        return []
+        return backends
     others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in planned.others.items())
     best = min(planned.others, key=lambda name: planned.others[name], default="")
     faster = planned.others.get(best, planned.predicted_step_s) < FASTER * planned.predicted_step_s
@@ -135,6 +137,7 @@ def describe_plan(planned: m.Planned) -> list[str]:
     fences = [f"fences found by their links: {found}"] if found else []
     links = [f"{link}: {codecs.forward}, back {codecs.backward}" for link, codecs in planned.codecs.items()]
     return [
+        *backends,
         f"predicted {planned.predicted_step_s:.3g} s a step (by other plans: {others})",
         *[f"faster, as predicted: cluster.partition = {best!r}"] * faster,
         *fences,
@@ -375,7 +378,7 @@ class Run:
         self._progress(event)
 
     def _evaluate(self, trainer: Trainer, step: int, sinks: Fanout) -> None:
-        event = trainer.evaluate(step)
+        event = trainer.evaluate(step, lambda text: self._progress(Note(step=step, kind="validating", text=text)))
         if event is None:
             return
         self._emit(event, sinks)

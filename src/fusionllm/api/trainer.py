@@ -24,6 +24,8 @@ from fusionllm.store.tensorfile import Blob
 from fusionllm.telemetry.events import Note, StepMetrics, ValMetrics
 
 NO_NEWS_S = 600.0
+#: How often a long evaluation says how far it is.
+NEWS_S = 10.0
 
 
 class State(msgspec.Struct):
@@ -239,10 +241,13 @@ class Trainer:
         self._first_dense = min(self._first_dense, step)
         return changes
 
-    def evaluate(self, step: int) -> ValMetrics | None:
+    def evaluate(self, step: int, tell: Callable[[str], None]) -> ValMetrics | None:
         """Mean loss and accuracy over the validation rows, nothing changed; None when there are none.
 
         Links send dense, so that it is the loss of the model by itself; where they have codecs, once more with those.
+
+        Args:
+            tell: how far it is, now and then.
         """
         started = time.perf_counter()
         batches = list(
@@ -250,14 +255,17 @@ class Trainer:
         )
         if not batches:
             return None
-        found = self._look(step, batches, coded=False)
+        found = self._look(step, batches, tell, coded=False)
         if self._codecs:
-            coded_loss = self._look(step, batches, coded=True).loss
+            coded_loss = self._look(step, batches, tell, coded=True).loss
             found = msgspec.structs.replace(found, coded_loss=coded_loss)
         return msgspec.structs.replace(found, seconds=time.perf_counter() - started)
 
-    def _look(self, step: int, batches: Sequence[dict[str, np.ndarray]], *, coded: bool) -> ValMetrics:
+    def _look(
+        self, step: int, batches: Sequence[dict[str, np.ndarray]], tell: Callable[[str], None], *, coded: bool
+    ) -> ValMetrics:
         """Loss and accuracy over the rows of some batches."""
+        told_s = time.perf_counter()
         loss = correct = counted = 0.0
         rows = tokens = 0
         width = self._config.num_microbatches
@@ -269,6 +277,9 @@ class Trainer:
             tokens += one.num_tokens
             if one.counts:
                 correct, counted = correct + one.counts[0], counted + one.counts[1]
+            if time.perf_counter() > told_s + NEWS_S:
+                told_s = time.perf_counter()
+                tell(f"{start + width} of {len(batches)} batches" + " through the codecs" * coded)
         accuracy = correct / counted if counted else None
         return ValMetrics(step=step, loss=loss / rows, accuracy=accuracy, tokens=tokens)
 

@@ -156,6 +156,7 @@ def plan_job(
         predicted_step_s=layout.step_s,
         others=layout.others,
         found_fences=layout.found_fences,
+        backends={node.name: node.backend for node in nodes},
     )
     return PlannedJob(planned, assignments, layout.tuner)
 

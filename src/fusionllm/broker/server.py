@@ -304,9 +304,8 @@ class Broker:
             for job in list(self._jobs.values()):
                 if time.monotonic() - job.last_progress_s > job.stall_s:
                     job.last_progress_s = time.monotonic()
-                    log.warning(
-                        "%s has not moved for %.0f s: the job %s", job.job, job.stall_s, job.machine.waiting_for()
-                    )
+                    what = "no step of %s ended in %.0f s: the job %s, or its owner validates or saves"
+                    log.warning(what, job.job, job.stall_s, job.machine.waiting_for())
 
 
 def _step_job(machine: JobMachine, name: str, message: m.StageReady | m.StageDone | m.StageFailed) -> list[JobCommand]:

@@ -94,7 +94,8 @@ def train(
 
         config = load_config(run_toml, overrides)
         configure_logging("owner", "warning")
-        with JsonReporter() if as_json else LiveReporter(config.train.steps) as reporter:
+        starting = "capturing the model" if config.cluster.broker else "starting nodes, capturing the model"
+        with JsonReporter() if as_json else LiveReporter(config.train.steps, starting) as reporter:
             result = train_verb(config=run_toml, overrides=tuple(overrides), progress=reporter)
         reporter.finish(result)
         if result.stopped_early:

@@ -40,16 +40,20 @@ class JsonReporter:
 
 
 class LiveReporter:
-    """A progress bar on a terminal; in a pipe one line for a step now and then."""
+    """A progress bar on a terminal; in a pipe one line for a step now and then.
 
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
+    Args:
+        num_steps: of the run. starting: what is said before there is anything else to say.
+    """
+
+    def __init__(self, num_steps: int, starting: str = "capturing the model") -> None:
+        self._num_steps, self._starting = num_steps, starting
         self._console = Console(stderr=False, highlight=False, soft_wrap=True)
         self._live = self._console.is_terminal
         self._bar = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=self._console, transient=False
         )
-        self._task = self._bar.add_task("starting", total=num_steps)
+        self._task = self._bar.add_task(starting, total=num_steps)
         self._started = time.perf_counter()
         self._first_step: int | None = None
         self._last_line_s = 0.0
@@ -58,7 +62,7 @@ class LiveReporter:
         if self._live:
             self._bar.start()
         else:
-            self._print("starting nodes, capturing the model")
+            self._print(self._starting)
         return self
 
     def __exit__(

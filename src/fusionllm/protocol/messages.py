@@ -333,6 +333,7 @@ class Planned(_Message, frozen=True, kw_only=True):
         codecs: links that do not send everything dense at first, ``"a->b"`` by node.
         predicted_step_s: of a planned job, with what other ways would have taken; 0 where nothing was measured.
         found_fences: of nodes that joined without a fence, by the links that were measured.
+        backends: of the plan's nodes, by name.
     """
 
     job: str
@@ -344,6 +345,7 @@ class Planned(_Message, frozen=True, kw_only=True):
     predicted_step_s: float = 0.0
     others: dict[str, float] = {}
     found_fences: tuple[tuple[str, ...], ...] = ()
+    backends: dict[str, str] = {}
 
 
 class Start(_Message, frozen=True, kw_only=True):
@@ -493,8 +495,9 @@ def parse_ticket(text: str) -> Ticket:
     """Read a join ticket. Raises UserError naming what is wrong with it."""
     match = _TICKET.fullmatch(text.strip())
     if match is None:
+        shown = text[:40] + "..." * (len(text) > 40)
         raise UserError(
-            f"{text[:40]!r} is not a join ticket; copy the whole line that `fusionllm broker` prints, "
+            f"{shown!r} is not a join ticket; copy the whole line that `fusionllm broker` prints, "
             "it looks like fusion1:HOST:PORT:FINGERPRINT:TOKEN"
         )
     if match[1] != "1" or not 0 < int(match[3]) < 65536:

@@ -104,7 +104,7 @@ class TinygradBackend:
             run_alone(chosen, lambda x: x + 1, np.ones(1, np.float32))
         except Exception as error:  # whatever a driver that is not there does
             raise UserError(
-                f"device {chosen!r} is not here ({type(error).__name__}: {str(error)[:200]}); tinygrad has cpu"
+                f"device {chosen!r} is not here, or not one of tinygrad's ({str(error)[:200]}); cpu always is"
             ) from None
         return Ready(chosen, frozenset(TABLE) & frozenset(OPS), frozenset(_OPTIMIZERS), _DTYPES)
 
