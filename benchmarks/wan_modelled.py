@@ -271,7 +271,7 @@ def run_here(stretch: float, words: list[str]) -> None:
     from fusionllm.broker import survey
     from fusionllm.cli.main import main
 
-    Trainer.evaluate = lambda self, step: None  # type: ignore[method-assign]
+    Trainer.evaluate = lambda self, step, tell: None  # type: ignore[method-assign]
     Run._checkpoint = lambda self, job, trainer, run_dir, step: State({}, {})  # type: ignore[method-assign]
     survey.MAX_PROBED = 8
     handle = survey.Survey.handle
