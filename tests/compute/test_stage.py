@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionllm.capture.export import Captured, capture_module
-from fusionllm.compute import ComputeOptions, OptimConfig, learning_rate
+from fusionllm.compute import ComputeOptions, OptimConfig, learning_rate, torch_backend
+from fusionllm.compute.optimizers import OPTIMIZERS
 from fusionllm.compute.reference import CounterDropout
 from fusionllm.compute.stage import TorchStage
 from fusionllm.compute.wire import tensor_from_buffer, tensor_to_bytes
@@ -230,6 +232,40 @@ def test_autocast_is_close_to_torchs():
     (first, *_) = chain.step(0, batches)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert first == pytest.approx(model(**batches[0]).item(), abs=1e-2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_cast_once_a_step_change_no_bit(name, monkeypatch):
+    """Against autocast's own casts, for every microbatch; whichever optimizer changes the weights, it is seen."""
+    model, batches = made("plain" if name != "muon" else "conv")
+    optim = OptimConfig(name=name, lr=1e-2)
+
+    def losses() -> list[list[float]]:
+        chain = Chain(model, batches, 2, optim, 4, precision="bfloat16")
+        return [chain.step(step, batches) for step in range(4)]
+
+    shared = losses()
+    assert len({step[0] for step in shared}) == 4
+    monkeypatch.setattr(torch_backend, "_LOWERED", ())
+    assert shared == losses()
+
+
+def test_microbatches_share_the_casts_of_weights():
+    model, batches = made("conv")
+    weights = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
+    chain, seen = Chain(model, batches, 1, OptimConfig(), 2, precision="bfloat16"), []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+                seen.extend([tuple(args[0].shape)] * (tuple(args[0].shape) in weights))
+            return function(*args, **(kwargs or {}))
+
+    for step in range(2):
+        with Casts():
+            chain.step(step, batches)
+        assert sorted(seen) == sorted(weights), f"step {step}, {len(batches)} microbatches"
+        seen.clear()
 
 
 def test_optimizer_state_goes_out_and_in():

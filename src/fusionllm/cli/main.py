@@ -81,8 +81,6 @@ def train(
     for key, value in (("cluster.nodes", nodes), ("run.name", name), ("cluster.broker", broker)):
         if value is not None:
             overrides.append(f"{key}={json.dumps(value)}")
-    if nodes is not None:
-        overrides.append("cluster.fences=[]")
     if resume:
         overrides.append("run.resume=true")
 

@@ -23,14 +23,14 @@ class _Ref:
         self.id = id
 
 
-def _decode(arg: Arg) -> Any:
+def _decode(arg: Arg, names: Mapping[str, str]) -> Any:
     if isinstance(arg, dict):
         if "r" in arg:
-            return _Ref(arg["r"])
+            return _Ref(names.get(arg["r"], arg["r"]))
         if "dt" in arg:
             return getattr(torch, arg["dt"])
         return float(arg["f"])
-    return [_decode(a) for a in arg] if isinstance(arg, (list, tuple)) else arg
+    return [_decode(a, names) for a in arg] if isinstance(arg, (list, tuple)) else arg
 
 
 def _getter(value: Any) -> Callable[[dict[str, Any]], Any]:
@@ -53,12 +53,14 @@ class _Call:
 
     __slots__ = ("dead", "function", "keywords", "name", "outs", "positional", "random", "rng", "single")
 
-    def __init__(self, op: Op, dead: list[str], device: torch.device, allow_ops: Collection[str]) -> None:
+    def __init__(
+        self, op: Op, dead: list[str], device: torch.device, allow_ops: Collection[str], names: Mapping[str, str]
+    ) -> None:
         self.name, self.dead, self.rng = op.name, dead, op.rng
         self.outs = op.outs
         self.single = len(op.outs) == 1
         self.random = op.name in RANDOM
-        args = {key: _decode(arg) for key, arg in op.args.items()}
+        args = {key: _decode(arg, names) for key, arg in op.args.items()}
         if self.random:
             self.function, order = RANDOM[op.name], None
         else:
@@ -91,10 +93,25 @@ class _Call:
 
 
 class Program:
-    """A graph made ready for a device. Raises GraphError for an operator this backend does not have or allow."""
+    """A graph made ready for a device. Raises GraphError for an operator this backend does not have or allow.
 
-    def __init__(self, graph: OpGraph, device: torch.device, allow_ops: Collection[str] = ()) -> None:
+    Args:
+        apart: operators whose parameters and buffers are looked up by keys of their own.
+
+    Attributes:
+        apart: those keys, and the id each stands for.
+    """
+
+    def __init__(
+        self, graph: OpGraph, device: torch.device, allow_ops: Collection[str] = (), apart: Collection[str] = ()
+    ) -> None:
         self.graph = graph
+        held = {entry.id for entry in graph.held.values()}
+        names = [
+            {ref: f"{ref} of {index}" for ref in op.refs() if ref in held} if op.name in apart else {}
+            for index, op in enumerate(graph.ops)
+        ]
+        self.apart = {key: ref for own in names for ref, key in own.items()}
         kept = {*graph.outputs, *graph.send, *graph.mutations.values()}
         outside = {v.id for v in (*graph.inputs, *graph.recv)}
         last: dict[str, int] = {}
@@ -107,14 +124,14 @@ class Program:
         for name, index in last.items():
             if name not in kept and name in made:
                 dead.setdefault(index, []).append(name)
-        self._calls = [_Call(op, dead.get(i, []), device, allow_ops) for i, op in enumerate(graph.ops)]
+        self._calls = [_Call(op, dead.get(i, []), device, allow_ops, names[i]) for i, op in enumerate(graph.ops)]
         self._wanted = (*graph.outputs, *graph.send)
 
     def __call__(self, values: Mapping[str, Any], context: Context) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run the graph.
 
         Args:
-            values: inputs, received values, parameters and buffers by id.
+            values: inputs, received values, parameters and buffers by id, and by the keys of ``apart``.
 
         Returns:
             (outputs and sent values by id, new values of mutated buffers by buffer id).

@@ -23,6 +23,19 @@ from fusionllm.compute.wire import tensor_from_buffer, tensor_to_bytes
 from fusionllm.ir.graph import OpGraph
 from fusionllm.ir.ops import OPS
 
+#: What autocast computes in less, on every kind of device, and whose weights it would cast for every microbatch.
+_LOWERED = frozenset(
+    f"aten.{name}.default" for name in ("linear", "addmm", "matmul", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d")
+)
+
+
+class _Cast(NamedTuple):
+    """A weight in the type that products are computed in, as long as the weight has not changed."""
+
+    weight: torch.Tensor
+    version: int
+    cast: torch.Tensor
+
 
 class _Kept(NamedTuple):
     leaves: dict[str, torch.Tensor]
@@ -37,8 +50,11 @@ class TorchProgram:
         self._device = torch.device(device)
         if self._device.type == "cpu" and torch.get_num_threads() != options.num_threads:
             torch.set_num_threads(options.num_threads)
-        self._run = Program(graph, self._device, allow_ops)
         self._precision = options.precision
+        self._lower = getattr(torch, self._precision) if self._precision in ("bfloat16", "float16") else None
+        self._run = Program(graph, self._device, allow_ops, _LOWERED if self._lower else ())
+        self._weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._casts: dict[str, _Cast] = {}
         self._loss_id = graph.outputs[0] if graph.outputs else None
         self._parameters = {n: p.id for n, p in graph.params.items() if p.trainable}
         self._received = {v.id for v in graph.recv} - set(graph.frozen)
@@ -55,14 +71,16 @@ class TorchProgram:
         values = {i: t.to(self._device) for i, t in values.items()}
         if not keep:
             with torch.no_grad(), self._autocast():
-                outs, mutated = self._run({**tensors, **values}, context)
+                uncast = {key: tensors[i] for key, i in self._run.apart.items()}
+                outs, mutated = self._run({**tensors, **uncast, **values}, context)
             return Ran(self._declared(outs), mutated, None)
-        parameters = {i: tensors[i].detach().requires_grad_() for i in self._parameters.values()}
+        parameters = {i: self._leaf(i, tensors[i]) for i in self._parameters.values()}
+        casts = {key: self._cast(key, tensors[i], parameters.get(i)) for key, i in self._run.apart.items()}
         leaves = {
             i: t.detach().requires_grad_() for i, t in values.items() if i in self._received and t.is_floating_point()
         }
         with self._autocast():
-            outs, mutated = self._run({**tensors, **parameters, **values, **leaves}, context)
+            outs, mutated = self._run({**tensors, **parameters, **casts, **values, **leaves}, context)
         mutated = {b: t.detach() for b, t in mutated.items()}
         return Ran(self._declared(outs), mutated, _Kept(leaves, outs, parameters))
 
@@ -98,6 +116,27 @@ class TorchProgram:
 
     def _declared(self, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {i: t.detach().to(self._dtypes[i]) for i, t in outs.items()}
+
+    def _leaf(self, id: str, weight: torch.Tensor) -> torch.Tensor:
+        """Where a parameter's gradient is found; the same for all microbatches where they share its casts."""
+        if self._lower is None:
+            return weight.detach().requires_grad_()
+        if id not in self._weights or self._weights[id][0] is not weight:
+            self._weights[id] = weight, weight.detach().requires_grad_()
+        return self._weights[id][1]
+
+    def _cast(self, key: str, weight: torch.Tensor, leaf: torch.Tensor | None) -> torch.Tensor:
+        """A weight as autocast would cast it for one operator, once a step: microbatches in flight share it.
+
+        An operator has its own, so that gradients of a weight with several users are summed in the weight's type,
+        wherever stages are cut.
+        """
+        held = self._casts.get(key)
+        if held is None or held.weight is not weight or held.version != weight._version:
+            source = weight if leaf is None else leaf
+            cast = source.to(self._lower) if weight.dtype == torch.float32 else source
+            held = self._casts[key] = _Cast(weight, weight._version, cast)
+        return held.cast
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return autocast(self._device.type, self._precision)
