@@ -25,7 +25,8 @@ _SECONDS = {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "min": 60, "m": 60, "h": 3600
 def _split(text: str, what: str, example: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise UserError(f"{text!r} is not a {what}; write it like {example}")
+        below = ", being below zero" * text.strip().startswith("-")
+        raise UserError(f"{text!r} is not a {what}{below}; write it like {example}")
     return float(match.group(1)), match.group(2)
 
 

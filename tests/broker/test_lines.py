@@ -91,6 +91,7 @@ def test_fences_of_nodes_without_one_are_found_by_their_links_and_told():
     graph, owner = capture_module(Regression(), example()).graph, Member("owner", "owner", "", "", 1, "127.0.0.1", 1)
     planned = plan_job("job1", graph, options(), nodes, owner, Surveyed(cluster, {n.name: slow for n in nodes})).owner
     assert planned.found_fences == (("n0", "n1"), ("n3", "n4"))
+    assert planned.left_out.keys() == {n.name for n in nodes} - {s.node for s in planned.plan.stages}
     assert "fences found by their links: n0, n1 | n3, n4" in describe_plan(planned)
     sited = msgspec.structs.replace(planned, found_fences=())
     assert not any("fences" in line for line in describe_plan(sited))

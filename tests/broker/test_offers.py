@@ -54,7 +54,7 @@ def test_a_missing_dtype_is_named():
         plan(msgspec.structs.replace(WHOLE, dtypes=("int64", "float64")))
 
 
-def test_a_precision_that_a_backend_lacks_is_named_and_planned_around():
+def test_a_precision_that_a_backend_lacks_is_named_and_planned_around(monkeypatch):
     narrow = msgspec.structs.replace(WHOLE, dtypes=("int64", "float32", "float64"))
     assert plan(narrow) == {"node0", "node1"}
     for precision in ("bfloat16", "bfloat16-weights"):
@@ -71,6 +71,10 @@ def test_a_precision_that_a_backend_lacks_is_named_and_planned_around():
     surveyed = Surveyed(cluster, rates, {})
     assert plan(narrow, partition="dp", surveyed=surveyed) == {"node1"}
     assert plan(narrow, partition="dp", surveyed=surveyed, precision="bfloat16") == {"node0"}
+    whole_too = msgspec.structs.replace(WHOLE, dtypes=narrow.dtypes)
+    monkeypatch.setitem(globals(), "WHOLE", whole_too)
+    with pytest.raises(PlanError, match=r"none of node0, node1 has bfloat16; set train\.precision = 'float32'"):
+        plan(narrow, partition="dp", surveyed=surveyed, precision="bfloat16")
 
 
 def test_a_precision_that_nobody_knows_is_refused():

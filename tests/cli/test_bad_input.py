@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 import fusionllm
 from fusionllm.cli.main import app
+from fusionllm.cli.show_plan import step_options
 from fusionllm.errors import CheckpointError, UserError
+from fusionllm.schedule.workload import StepOptions
 from fusionllm.store.checkpoint import save_checkpoint
 from fusionllm.store.manifest import CheckpointMeta
 
@@ -319,6 +321,20 @@ def test_flags_are_frozen():
         help_text = invoke(*name.split(), "--help").output
         assert "Example" in help_text and "fusionllm " + name in help_text
     assert invoke("--version").output.startswith("fusionllm 0.")
+
+
+def test_a_plan_of_a_run_takes_its_step_from_it(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nsource = "gpt2"\n[data]\nsource = "x.txt"\n[optimizer]\nname = "sgd"\n'
+        '[train]\nglobal_batch = 24\nmicrobatch_size = 4\npipeline = "gpipe"\nprecision = "float32"\n'
+    )
+    own = step_options(file, precision=None, microbatch_size=None)
+    assert own == StepOptions(
+        microbatch_size=4, num_microbatches=6, pipeline="gpipe", precision="float32", optimizer="sgd"
+    )
+    assert step_options(file, precision="bfloat16").precision == "bfloat16"
+    assert step_options(tmp_path / "graph.opdag", optimizer=None) == StepOptions()
 
 
 def test_the_package_is_the_command():

@@ -269,8 +269,8 @@ def test_the_commands(tmp_path):
     assert up.returncode == 0 and "a0" in up.stdout and "10.88.0.1" in up.stdout, up.stdout
     try:
         assert "up already" in call("up", str(path), "--name", name).stdout
-        assert call("run", str(path), "a0", "--name", name, "false").returncode == 1
-        assert "no host 'zz'" in call("run", str(path), "zz", "--name", name, "true").stdout
+        assert call("run", "--name", name, str(path), "a0", "false").returncode == 1
+        assert "no host 'zz'" in call("run", "--name", name, str(path), "zz", "true").stdout
     finally:
         assert call("down", str(path), "--name", name).returncode == 0
     assert left_over(name) == []

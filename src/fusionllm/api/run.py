@@ -131,6 +131,8 @@ def describe_plan(planned: m.Planned) -> list[str]:
     if not planned.predicted_step_s:
         return backends
     others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in planned.others.items())
+    unused = [f"{node} ({reason})" for node, reason in planned.left_out.items()]
+    left_out = ["left out: " + ", ".join(unused[:MAX_NAMES]) + ", ..." * (len(unused) > MAX_NAMES)] * bool(unused)
     best = min(planned.others, key=lambda name: planned.others[name], default="")
     faster = planned.others.get(best, planned.predicted_step_s) < FASTER * planned.predicted_step_s
     found = " | ".join(map(", ".join, planned.found_fences))
@@ -138,7 +140,8 @@ def describe_plan(planned: m.Planned) -> list[str]:
     links = [f"{link}: {codecs.forward}, back {codecs.backward}" for link, codecs in planned.codecs.items()]
     return [
         *backends,
-        f"predicted {planned.predicted_step_s:.3g} s a step (by other plans: {others})",
+        f"predicted {planned.predicted_step_s:.3g} s a step (plans: {others})",
+        *left_out,
         *[f"faster, as predicted: cluster.partition = {best!r}"] * faster,
         *fences,
         *links,

@@ -65,6 +65,10 @@ class PlannedJob(msgspec.Struct, frozen=True):
     tuner: Tuner | None = None
 
 
+#: Where a backend lacks the precision of a run.
+_PRECISION_FIX = "set train.precision = 'float32', or let a torch or JAX node join"
+
+
 class _Layout(msgspec.Struct, frozen=True):
     """Nodes in path order, where to cut, the codecs of neighbours' links, and what the replay says."""
 
@@ -108,7 +112,7 @@ def plan_job(
         layout = _plain_layout(graph, options, nodes, symbols)
     else:
         layout = _surveyed_layout(graph, options, nodes, surveyed)
-    nodes = layout.nodes
+    unused, nodes = [node for node in nodes if node not in layout.nodes], layout.nodes
     stages = split_graph(graph, list(layout.boundaries))
     tied = tied_params([stage.params for stage in stages])
     producer = {value: i for i, stage in enumerate(stages) for value in stage.send}
@@ -157,6 +161,7 @@ def plan_job(
         others=layout.others,
         found_fences=layout.found_fences,
         backends={node.name: node.backend for node in nodes},
+        left_out={node.name: _lack(node, graph, options) or "no faster with it" for node in unused},
     )
     return PlannedJob(planned, assignments, layout.tuner)
 
@@ -180,7 +185,8 @@ def _check_offer(
         )
     dtypes = {s.dtype for s in stage.specs().values() if s.is_tensor} | {_dtype(options)}
     if missing := sorted(dtypes - set(node.offer.dtypes)):
-        raise PlanError(f"{who} has no {missing[0]}; it has {', '.join(node.offer.dtypes)}")
+        fix = "; " + _PRECISION_FIX if missing == [_dtype(options)] else ""
+        raise PlanError(f"{who} has no {missing[0]}; it has {', '.join(node.offer.dtypes)}{fix}")
     if missing := sorted(_optimizers(options.optim) - set(node.offer.optimizers)):
         raise PlanError(f"{who} has no optimizer {missing[0]!r}; it has {', '.join(node.offer.optimizers)}")
     if codecs and not node.offer.codecs:
@@ -198,7 +204,10 @@ def _plain_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], 
 
 
 def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member], surveyed: Surveyed) -> _Layout:
-    cluster = _with_lines(_with_lacks(surveyed.cluster, graph, nodes, _dtype(options)), options.fence_lines)
+    dtype = _dtype(options)
+    if all(node.offer is not None and dtype not in node.offer.dtypes for node in nodes):
+        raise PlanError(f"none of {', '.join(node.name for node in nodes)} has {dtype}; {_PRECISION_FIX}")
+    cluster = _with_lines(_with_lacks(surveyed.cluster, graph, nodes, dtype), options.fence_lines)
     base, compression = options.pipeline.partition(":")[0], options.compression
     step = StepOptions(
         microbatch_size=options.microbatch_size, max_length=options.max_length,
@@ -248,6 +257,16 @@ def _surveyed_layout(graph: OpGraph, options: JobOptions, nodes: Sequence[Member
 def _dtype(options: JobOptions) -> str:
     """What products are computed in."""
     return precision_of(options).removesuffix("-weights")
+
+
+def _lack(node: Member, graph: OpGraph, options: JobOptions) -> str:
+    """What a node's backend lacks for the job, in words; empty for nothing."""
+    if node.offer is None:
+        return ""
+    if _dtype(options) not in node.offer.dtypes:
+        return f"its {node.backend} has no {_dtype(options)}"
+    missing = {op.name for op in graph.ops} - set(node.offer.operators)
+    return f"its {node.backend} lacks {len(missing)} of the operators" if missing else ""
 
 
 def _with_lacks(cluster: Cluster, graph: OpGraph, nodes: Sequence[Member], dtype: str) -> Cluster:

@@ -36,11 +36,22 @@ def plan(
         ),
     ],
     cluster: Annotated[Path, typer.Option(metavar="CLUSTER.toml", help="The machines.", show_default=False)],
-    microbatch_size: Annotated[int, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch.")] = 1,
-    num_microbatches: Annotated[int, typer.Option(min=1, max=4096, help="Microbatches of a step.")] = 16,
-    pipeline: Annotated[str, typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}.")] = "1f1b-ahead",
-    precision: Annotated[str, typer.Option(help=f"Of activations; one of {', '.join(PRECISIONS)}.")] = "bfloat16",
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZER_COPIES)}.")] = "adamw",
+    microbatch_size: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch; default: the run's, else 1.")
+    ] = None,
+    num_microbatches: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Microbatches of a step; default: the run's, else 16.")
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}; default: the run's, else 1f1b-ahead."),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(PRECISIONS)}; default: the run's, else bfloat16.")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(OPTIMIZER_COPIES)}; default: the run's, else adamw.")
+    ] = None,
     device_model: Annotated[str, typer.Option(help="rates per kind of operator, or the paper's lambda.")] = "rates",
     what_if: Annotated[
         list[str] | None,
@@ -67,29 +78,28 @@ def plan(
     from fusionllm.cli.main import _guard
 
     def work() -> None:
-        from fusionllm.cli.show_plan import Output, read_graph, show_plan
-        from fusionllm.schedule.workload import StepOptions
+        from fusionllm.cli.show_plan import Output, read_graph, show_plan, step_options
         from fusionllm.sim.cluster import load_cluster
         from fusionllm.sim.codecs import check_rule
         from fusionllm.sim.what_if import change
 
+        spec = load_cluster(cluster)
+        options = step_options(
+            graph_or_run, microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,
+            precision=precision, optimizer=optimizer,
+        )  # fmt: skip
         check_words(
             (
-                ("--precision", precision, PRECISIONS),
+                ("--precision", options.precision, PRECISIONS),
                 ("--device-model", device_model, DEVICE_MODELS),
-                ("--optimizer", optimizer, OPTIMIZER_COPIES),
+                ("--optimizer", options.optimizer, OPTIMIZER_COPIES),
             )
         )
-        check_pipeline(pipeline)
+        check_pipeline(options.pipeline)
         check_rule(codecs, ratio)
         if svg is not None and (svg.suffix.lower() != ".svg" or not svg.parent.is_dir()):
             raise UserError(f"--svg is {svg}; give a file that ends in .svg, in a folder that is there")
-        spec = load_cluster(cluster)
         specs = {"": spec, **{text: change(spec, text) for text in what_if or ()}}
-        options = StepOptions(
-            microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,
-            precision=precision, optimizer=optimizer,
-        )  # fmt: skip
         show_plan(read_graph(graph_or_run), specs, options, device_model, Output(as_json, svg, advice, codecs, ratio))
 
     _guard(work)

@@ -16,7 +16,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fusionllm.errors import UserError
+from fusionllm.errors import GraphError, UserError
+from fusionllm.estimate.memory import OPTIMIZER_COPIES
 from fusionllm.ir.graph import MAX_GRAPH_BYTES, OpGraph, decode_graph
 from fusionllm.schedule.placement import Workload
 from fusionllm.schedule.workload import StepOptions, build_workload
@@ -48,7 +49,30 @@ def read_graph(path: Path) -> OpGraph:
         return decode_graph(data)
     from fusionllm.ir.text import parse_graph
 
-    return parse_graph(data.decode(errors="replace"))
+    try:
+        return parse_graph(data.decode(errors="replace"))
+    except GraphError as error:
+        raise UserError(f"{file} is no graph ({error}); `fusionllm graph RUN.toml --text` writes one") from None
+
+
+def step_options(path: Path, **given: Any) -> StepOptions:
+    """What a step is: as given, else as a run's TOML says, else `StepOptions`' own. Raises UserError.
+
+    A run in float16, or with weights in bfloat16, counts as bfloat16; an optimizer of which the memory is not known as
+    adamw.
+    """
+    own: dict[str, Any] = {}
+    if path.suffix == ".toml":
+        from fusionllm.api.config import load_config
+
+        config = load_config(path)
+        own = {
+            "microbatch_size": config.train.microbatch_size, "num_microbatches": config.num_microbatches,
+            "pipeline": config.train.pipeline,
+            "precision": "float32" if config.train.precision == "float32" else "bfloat16",
+            "optimizer": config.optimizer.name if config.optimizer.name in OPTIMIZER_COPIES else "adamw",
+        }  # fmt: skip
+    return StepOptions(**(own | {key: value for key, value in given.items() if value is not None}))
 
 
 class Output(NamedTuple):

@@ -41,11 +41,22 @@ def simulate(
     replan_every: Annotated[
         int, typer.Option(min=0, help="Steps after which a new plan is tried; 0: after losses.")
     ] = 0,
-    microbatch_size: Annotated[int, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch.")] = 1,
-    num_microbatches: Annotated[int, typer.Option(min=1, max=4096, help="Microbatches of a step.")] = 16,
-    pipeline: Annotated[str, typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}.")] = "1f1b-ahead",
-    precision: Annotated[str, typer.Option(help=f"Of activations; one of {', '.join(PRECISIONS)}.")] = "bfloat16",
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZER_COPIES)}.")] = "adamw",
+    microbatch_size: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch; default: the run's, else 1.")
+    ] = None,
+    num_microbatches: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Microbatches of a step; default: the run's, else 16.")
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}; default: the run's, else 1f1b-ahead."),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(PRECISIONS)}; default: the run's, else bfloat16.")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(OPTIMIZER_COPIES)}; default: the run's, else adamw.")
+    ] = None,
     device_model: Annotated[str, typer.Option(help="rates per kind of operator, or the paper's lambda.")] = "rates",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -64,34 +75,34 @@ def simulate(
 
         import msgspec
 
-        from fusionllm.cli.show_plan import read_graph
-        from fusionllm.schedule.workload import StepOptions, build_workload
+        from fusionllm.cli.show_plan import read_graph, step_options
+        from fusionllm.schedule.workload import build_workload
         from fusionllm.sim.campaign import simulate as run
         from fusionllm.sim.cluster import build_cluster, device_rates, load_cluster
         from fusionllm.sim.world import WorldOptions, check_world
         from fusionllm.units import parse_duration_s
 
-        check_words(
-            (
-                ("--precision", precision, PRECISIONS),
-                ("--device-model", device_model, DEVICE_MODELS),
-                ("--optimizer", optimizer, OPTIMIZER_COPIES),
-            )
-        )
-        check_pipeline(pipeline)
-        options = StepOptions(
-            microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,
+        spec = load_cluster(cluster)
+        options = step_options(
+            graph_or_run, microbatch_size=microbatch_size, num_microbatches=num_microbatches, pipeline=pipeline,
             precision=precision, optimizer=optimizer,
         )  # fmt: skip
+        check_words(
+            (
+                ("--precision", options.precision, PRECISIONS),
+                ("--device-model", device_model, DEVICE_MODELS),
+                ("--optimizer", options.optimizer, OPTIMIZER_COPIES),
+            )
+        )
+        check_pipeline(options.pipeline)
         world = WorldOptions(
             jitter=jitter, drift=drift, drift_s=parse_duration_s(drift_time),
             loss_every_s=parse_duration_s(loss_every), back_s=parse_duration_s(back),
             detect_s=parse_duration_s(detect), checkpoint_every=checkpoint_every, replan_every=replan_every,
         )  # fmt: skip
         check_world(world)
-        spec = load_cluster(cluster)
-        workload = build_workload(read_graph(graph_or_run), options, device_rates(spec, precision))
-        found = run(workload, build_cluster(spec, precision, device_model), steps, seed, world)
+        workload = build_workload(read_graph(graph_or_run), options, device_rates(spec, options.precision))
+        found = run(workload, build_cluster(spec, options.precision, device_model), steps, seed, world)
         if as_json:
             print(json.dumps({**msgspec.to_builtins(found), "slowdown": found.slowdown}))
         else:

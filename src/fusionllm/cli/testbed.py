@@ -53,25 +53,27 @@ def up(
             print(json.dumps({"name": bed.name, "hosts": {host.name: bed.address(host.name) for host in spec.host}}))
             return
         for host in spec.host:
-            share = f", {host.cpu:g} of a core" * bool(host.cpu)
+            share = f", {host.cpu:g} of a core{'' if throttle else ' with --throttle'}" * bool(host.cpu)
             print(f"{host.name:12} {bed.address(host.name):15} fence {host.fence}{share}")
         print(f"next: {program()} testbed run {scenario} {spec.host[0].name} COMMAND")
 
     _guard(work)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def run(
     context: typer.Context,
     scenario: ScenarioPath,
     host: Annotated[str, typer.Argument(help="Where to run it.", show_default=False)],
     name: Name = "",
 ) -> None:
-    """Run a command on a host, words after the host's name; without a testbed that is up, make one for that time.
+    """Run a command on a host: all words after the host's name. Without a testbed that is up, make one for that time.
 
-    Example:
+    Examples:
 
-      fusionllm testbed run examples/scenarios/two-labs.toml a0 ping -c 3 10.88.0.3
+      fusionllm testbed run examples/scenarios/two-labs.toml a0 ip -brief address
+
+      fusionllm testbed run --name mine examples/scenarios/two-labs.toml a0 fusionllm join TICKET --name a0
     """
     from fusionllm.cli.main import _guard
 
@@ -79,7 +81,7 @@ def run(
         from fusionllm.errors import UserError
 
         if not context.args:
-            raise UserError(f"no command to run on {host}; write it after the host's name")
+            raise UserError(f"no command to run on {host}; write it after the host's name, options before the scenario")
         bed, ours = _find(scenario, name)
         try:
             code = bed.popen(host, context.args).wait()
@@ -119,8 +121,6 @@ def _find(scenario: Path, name: str) -> tuple[Testbed, bool]:
     try:
         return Testbed.attach(spec, name or spec.name), False
     except UserError:
-        if name:
-            raise
-    bed = Testbed(spec, f"{spec.name[:14]}-{os.getpid()}")
+        bed = Testbed(spec, name or f"{spec.name[:14]}-{os.getpid()}")
     bed.start()
     return bed, True

@@ -1,7 +1,8 @@
 """The codecs by name, and the three verbs that every caller uses: ``init``, ``encode``, ``decode``.
 
-The only door of the room: it checks what goes in and what comes from outside, so that a codec's own code
-need not. A new codec is one ``Codec`` and one line in ``CODECS``, beside its line in ``ir.codec.FORMATS``.
+The only door of the room: it checks types, shapes and lengths, of what goes in and of what comes from outside; values
+(NaN, scales that no encoder makes) are the codec's own to check. A new codec is one ``Codec`` and one line in
+``CODECS``, beside its line in ``ir.codec_formats.FORMATS``.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class Planned(_Message, frozen=True, kw_only=True):
         codecs: links that do not send everything dense at first, ``"a->b"`` by node.
         predicted_step_s: of a planned job, with what other ways would have taken; 0 where nothing was measured.
         found_fences: of nodes that joined without a fence, by the links that were measured.
-        backends: of the plan's nodes, by name.
+        backends: of the plan's nodes, by name. left_out: nodes that were there, and why they have no stage.
     """
 
     job: str
@@ -346,6 +346,7 @@ class Planned(_Message, frozen=True, kw_only=True):
     others: dict[str, float] = {}
     found_fences: tuple[tuple[str, ...], ...] = ()
     backends: dict[str, str] = {}
+    left_out: dict[str, str] = {}
 
 
 class Start(_Message, frozen=True, kw_only=True):

@@ -86,7 +86,7 @@ class Testbed:
         """The running testbed of that name. Raises UserError when there is none, or it is of another scenario."""
         bed = cls(scenario, name, stay=True)
         state = namespaces.read_state(bed._folder)
-        if [host.address for host in state.network.hosts] != [host.address for host in bed.network.hosts]:
+        if [(h.name, h.address) for h in state.network.hosts] != [(h.name, h.address) for h in bed.network.hosts]:
             raise UserError(f"the testbed {name!r} that is up has other hosts than this scenario")
         return bed
 
@@ -112,7 +112,10 @@ class Testbed:
         try:
             self._folder.mkdir()
         except FileExistsError:
-            raise UserError(f"a testbed {self.name!r} is up already; take it down, or choose another name") from None
+            raise UserError(
+                f"a testbed {self.name!r} is up already; take it down (fusionllm testbed down SCENARIO.toml "
+                f"--name {self.name}), or choose another name"
+            ) from None
         state = namespaces.State(
             network=self.network, groups=self._groups.folders, maker=namespaces.process(os.getpid())
         )

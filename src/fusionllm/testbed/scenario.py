@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,22 +163,39 @@ def _check_values(scenario: Scenario) -> None:
     if scenario.congestion not in CONGESTION:
         raise UserError(f"congestion is {scenario.congestion[:80]!r}; {known_names(scenario.congestion, CONGESTION)}")
     for host in scenario.host:
-        if not 0 <= host.cpu <= 1024 or 0 < host.cpu < 0.01:
-            raise UserError(f"host {host.name}: cpu is {host.cpu}; give cores, 0.01 or more, or 0 for no limit")
-        if host.memory and parse_num_bytes(host.memory) < 16 << 20:
-            raise UserError(f"host {host.name}: memory is {host.memory!r}; no program starts in less than 16 MiB")
-        rate_spec(host.uplink), rate_spec(host.downlink)
-        if host.gpu:
-            find_device(host.gpu, DEVICES)
-        for text in filter(None, (host.forward, host.backward)):
-            if parse_duration_s(text) > MAX_COMPUTE_S:
-                raise UserError(f"host {host.name}: a microbatch takes {text!r}; the most is {MAX_COMPUTE_S:g} s")
+        with _named(f"host {host.name}"):
+            _check_host(host)
     for fence in scenario.fence:
-        pair_spec(ScenarioLink(a="", b="", bandwidth=fence.bandwidth, latency=fence.latency), fence.bandwidth)
-        rate_spec(fence.uplink), rate_spec(fence.downlink)
-    for link in scenario.link:
-        pair_spec(link, link.bandwidth), rate_spec(link.back_bandwidth)
-    pair_spec(scenario.otherwise, scenario.otherwise.bandwidth)
+        with _named(f"fence {fence.name}"):
+            pair_spec(ScenarioLink(a="", b="", bandwidth=fence.bandwidth, latency=fence.latency), fence.bandwidth)
+            rate_spec(fence.uplink), rate_spec(fence.downlink)
+    for index, link in enumerate(scenario.link):
+        with _named(f"link[{index}] ({link.a}, {link.b})"):
+            pair_spec(link, link.bandwidth), rate_spec(link.back_bandwidth)
+    with _named("otherwise"):
+        pair_spec(scenario.otherwise, scenario.otherwise.bandwidth)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """What is wrong, and of what."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _check_host(host: Host) -> None:
+    if not 0 <= host.cpu <= 1024 or 0 < host.cpu < 0.01:
+        raise UserError(f"cpu is {host.cpu}; give cores, 0.01 or more, or 0 for no limit")
+    if host.memory and parse_num_bytes(host.memory) < 16 << 20:
+        raise UserError(f"memory is {host.memory!r}; no program starts in less than 16 MiB")
+    rate_spec(host.uplink), rate_spec(host.downlink)
+    if host.gpu:
+        find_device(host.gpu, DEVICES)
+    for text in filter(None, (host.forward, host.backward)):
+        if parse_duration_s(text) > MAX_COMPUTE_S:
+            raise UserError(f"a microbatch takes {text!r}; the most is {MAX_COMPUTE_S:g} s")
 
 
 def rate_spec(bandwidth: str) -> PipeSpec:
