@@ -20,7 +20,7 @@ from fusionllm.ir.cluster import NodeProfile, OpKind
 _FUNCTIONS: dict[OpKind, Callable[[Any, Any], Any]] = {
     "matmul": TABLE["aten.linear.default"],
     "attention": lambda y, x: TABLE["aten.scaled_dot_product_attention.default"](None, y, x, x, is_causal=True),
-    "memory": lambda y, x: TABLE["aten.silu.default"](y),
+    "memory": lambda y, x: TABLE["aten.silu.default"](y) * x + x,
 }
 
 
