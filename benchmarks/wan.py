@@ -372,11 +372,11 @@ def limit_of(bed: Bed, measured: Measured, num_microbatches: int) -> Limit:
 
 
 def medians(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row of each method over its rounds."""
-    rounds: dict[str, list[dict[str, Any]]] = {}
+    """A row of each method, and stretch of emulated compute, over its rounds."""
+    rounds: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for record in records:
-        rounds.setdefault(record["method"], []).append(record)
-    return [middle(name, rows) for name, rows in rounds.items()]
+        rounds.setdefault((record["method"], record.get("stretch", 1.0)), []).append(record)
+    return [middle(name, rows) for (name, _), rows in rounds.items()]
 
 
 def middle(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

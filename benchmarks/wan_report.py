@@ -74,6 +74,8 @@ def _line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{name} failed: {row['failed']}"
     parts = [f"{row['tokens_per_s']:9.0f} tokens/s {row['step_s']:8.2f} s, {len(row['rounds_step_s'])} rounds"]
+    if row.get("stretch", 1) != 1:
+        parts.append(f"stretch {row['stretch']:g}")
     if row["speedup"]:
         parts.append(f"{row['speedup']:.2f} times {BASELINE}")
     if row.get("limit_step_s"):
