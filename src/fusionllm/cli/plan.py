@@ -18,6 +18,24 @@ from fusionllm.schedule.pipeline import PIPELINES, SIMULATED, check_pipeline
 PRECISIONS = ("bfloat16", "float32")
 DEVICE_MODELS = ("rates", "lambda")
 
+# what a step is, where a run does not say it
+MicrobatchSize = Annotated[
+    int | None, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch; default: the run's, else 1.")
+]
+NumMicrobatches = Annotated[
+    int | None, typer.Option(min=1, max=4096, help="Microbatches of a step; default: the run's, else 16.")
+]
+Pipeline = Annotated[
+    str | None,
+    typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}; default: the run's, else 1f1b-ahead."),
+]
+Precision = Annotated[
+    str | None, typer.Option(help=f"One of {', '.join(PRECISIONS)}; default: the run's, else bfloat16.")
+]
+Optimizer = Annotated[
+    str | None, typer.Option(help=f"One of {', '.join(OPTIMIZER_COPIES)}; default: the run's, else adamw.")
+]
+
 
 def check_words(given: Iterable[tuple[str, str, Collection[str]]]) -> None:
     """Flags, what they were given, what is known. Raises UserError."""
@@ -36,22 +54,11 @@ def plan(
         ),
     ],
     cluster: Annotated[Path, typer.Option(metavar="CLUSTER.toml", help="The machines.", show_default=False)],
-    microbatch_size: Annotated[
-        int | None, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch; default: the run's, else 1.")
-    ] = None,
-    num_microbatches: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Microbatches of a step; default: the run's, else 16.")
-    ] = None,
-    pipeline: Annotated[
-        str | None,
-        typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}; default: the run's, else 1f1b-ahead."),
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(PRECISIONS)}; default: the run's, else bfloat16.")
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(OPTIMIZER_COPIES)}; default: the run's, else adamw.")
-    ] = None,
+    microbatch_size: MicrobatchSize = None,
+    num_microbatches: NumMicrobatches = None,
+    pipeline: Pipeline = None,
+    precision: Precision = None,
+    optimizer: Optimizer = None,
     device_model: Annotated[str, typer.Option(help="rates per kind of operator, or the paper's lambda.")] = "rates",
     what_if: Annotated[
         list[str] | None,

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusionllm.cli.plan import DEVICE_MODELS, PRECISIONS, check_words
+from fusionllm.cli.plan import (
+    DEVICE_MODELS,
+    PRECISIONS,
+    MicrobatchSize,
+    NumMicrobatches,
+    Optimizer,
+    Pipeline,
+    Precision,
+    check_words,
+)
 from fusionllm.estimate.memory import OPTIMIZER_COPIES
-from fusionllm.schedule.pipeline import PIPELINES, SIMULATED, check_pipeline
+from fusionllm.schedule.pipeline import check_pipeline
 
 if TYPE_CHECKING:
     from fusionllm.sim.campaign import Campaign
@@ -41,22 +50,11 @@ def simulate(
     replan_every: Annotated[
         int, typer.Option(min=0, help="Steps after which a new plan is tried; 0: after losses.")
     ] = 0,
-    microbatch_size: Annotated[
-        int | None, typer.Option(min=1, max=1 << 20, help="Rows of a microbatch; default: the run's, else 1.")
-    ] = None,
-    num_microbatches: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Microbatches of a step; default: the run's, else 16.")
-    ] = None,
-    pipeline: Annotated[
-        str | None,
-        typer.Option(help=f"One of {', '.join((*PIPELINES, *SIMULATED))}; default: the run's, else 1f1b-ahead."),
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(PRECISIONS)}; default: the run's, else bfloat16.")
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(OPTIMIZER_COPIES)}; default: the run's, else adamw.")
-    ] = None,
+    microbatch_size: MicrobatchSize = None,
+    num_microbatches: NumMicrobatches = None,
+    pipeline: Pipeline = None,
+    precision: Precision = None,
+    optimizer: Optimizer = None,
     device_model: Annotated[str, typer.Option(help="rates per kind of operator, or the paper's lambda.")] = "rates",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
