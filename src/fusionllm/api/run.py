@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -131,8 +131,8 @@ def describe_plan(planned: m.Planned) -> list[str]:
     if not planned.predicted_step_s:
         return backends
     others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in planned.others.items())
-    unused = [f"{node} ({reason})" for node, reason in planned.left_out.items()]
-    left_out = ["left out: " + ", ".join(unused[:MAX_NAMES]) + ", ..." * (len(unused) > MAX_NAMES)] * bool(unused)
+    unused = _first_names([f"{node} ({reason})" for node, reason in planned.left_out.items()])
+    left_out = [f"left out: {unused}"] * bool(unused)
     best = min(planned.others, key=lambda name: planned.others[name], default="")
     faster = planned.others.get(best, planned.predicted_step_s) < FASTER * planned.predicted_step_s
     found = " | ".join(map(", ".join, planned.found_fences))
@@ -148,9 +148,13 @@ def describe_plan(planned: m.Planned) -> list[str]:
     ]
 
 
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMES]) + ", ..." * (len(names) > MAX_NAMES)
+
+
 def describe_waiting(news: m.Waiting, left_s: float) -> str:
     """Who is here, who is missing, and how long they are waited for."""
-    names = ", ".join(news.names[:MAX_NAMES]) + ", ..." * (len(news.names) > MAX_NAMES)
+    names = _first_names(news.names)
     busy = f", {news.busy} more have another job" * bool(news.busy)
     here = f"{news.idle} of {news.needed} nodes are here" + f" ({names})" * bool(names) + busy
     if news.idle >= news.needed:

@@ -161,7 +161,7 @@ def plan_job(
         others=layout.others,
         found_fences=layout.found_fences,
         backends={node.name: node.backend for node in nodes},
-        left_out={node.name: _lack(node, graph, options) or "no faster with it" for node in unused},
+        left_out={node.name: _why_unused(node, graph, _dtype(options)) for node in unused},
     )
     return PlannedJob(planned, assignments, layout.tuner)
 
@@ -259,26 +259,25 @@ def _dtype(options: JobOptions) -> str:
     return precision_of(options).removesuffix("-weights")
 
 
-def _lack(node: Member, graph: OpGraph, options: JobOptions) -> str:
-    """What a node's backend lacks for the job, in words; empty for nothing."""
+def _lacks(node: Member, graph: OpGraph, dtype: str) -> set[str]:
+    """Operators of the graph that a node's backend does not have; all of them where it has no ``dtype``."""
+    names = {op.name for op in graph.ops}
     if node.offer is None:
-        return ""
-    if _dtype(options) not in node.offer.dtypes:
-        return f"its {node.backend} has no {_dtype(options)}"
-    missing = {op.name for op in graph.ops} - set(node.offer.operators)
-    return f"its {node.backend} lacks {len(missing)} of the operators" if missing else ""
+        return set()
+    return names - set(node.offer.operators) if dtype in node.offer.dtypes else names
+
+
+def _why_unused(node: Member, graph: OpGraph, dtype: str) -> str:
+    """Why a node has no stage of a plan, in words."""
+    if node.offer is not None and dtype not in node.offer.dtypes:
+        return f"its {node.backend} has no {dtype}"
+    missing = len(_lacks(node, graph, dtype))
+    return f"its {node.backend} lacks {missing} of the operators" if missing else "no faster with it"
 
 
 def _with_lacks(cluster: Cluster, graph: OpGraph, nodes: Sequence[Member], dtype: str) -> Cluster:
-    """With the operators of the graph that a node's backend lacks, so that the plan keeps them from it.
-
-    Of a backend without ``dtype`` that is all of them.
-    """
-    names = {op.name for op in graph.ops}
-    lacks = [
-        tuple(sorted(names - set(node.offer.operators) if dtype in node.offer.dtypes else names)) if node.offer else ()
-        for node in nodes
-    ]
+    """With what a node's backend lacks, so that the plan keeps it from it."""
+    lacks = [tuple(sorted(_lacks(node, graph, dtype))) for node in nodes]
     models = (msgspec.structs.replace(model, refuses=lack) for model, lack in zip(cluster.nodes, lacks, strict=True))
     return msgspec.structs.replace(cluster, nodes=tuple(models))
 
