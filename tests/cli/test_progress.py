@@ -9,6 +9,7 @@ import pytest
 
 from fusionllm.cli import progress
 from fusionllm.cli.progress import LiveReporter
+from fusionllm.telemetry.events import StepMetrics
 from fusionllm.telemetry.summary import build_summary
 
 
@@ -38,3 +39,14 @@ def test_what_to_do_next_can_be_typed(there, argv, called, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert progress.program() == called and f"go on with: {called} train runs/x/config.toml --resume --name x" in out
     assert "loss curve" not in out  # there is none
+
+
+def test_what_is_left_is_said_once_a_step_has_shown_it(monkeypatch, capsys):
+    times = iter([99.0, 100.0, 102.0, 110.0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    reporter = LiveReporter(11)
+    for step, seconds in ((1, 60.0), (2, 2.0), (3, 8.0)):  # the first one loads
+        reporter(StepMetrics(step=step, loss=1.0, tokens_per_s=1.0, seconds=seconds))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/11") and "left" not in first
+    assert second.startswith("step 3/11") and second.endswith("left 40.0 s")

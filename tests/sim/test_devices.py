@@ -13,13 +13,21 @@ from tests.sim.test_planning import BASE, deep
 from typer.testing import CliRunner
 
 from fusionllm.cli.main import app
+from fusionllm.cli.show_plan import warn_unmeasured
 from fusionllm.errors import UserError
 from fusionllm.estimate.device import DeviceRates
 from fusionllm.estimate.library import DEVICES
 from fusionllm.estimate.work import graph_work
 from fusionllm.ir.cluster import NodeProfile, Sample
 from fusionllm.schedule.workload import StepOptions, build_workload
-from fusionllm.sim.cluster import append_device, build_cluster, build_spec, device_rates, load_cluster
+from fusionllm.sim.cluster import (
+    append_device,
+    build_cluster,
+    build_spec,
+    device_rates,
+    load_cluster,
+    unmeasured_devices,
+)
 from fusionllm.sim.devices import Device, measured_device
 from fusionllm.sim.what_if import change
 
@@ -90,6 +98,15 @@ def test_a_measurement_wins_over_a_datasheet():
     cluster = build_cluster(build_spec({**BASE, "device": [mine]}))
     assert cluster.nodes[-1].memory_bytes == 9e9 and cluster.nodes[-1].flops_per_s == FULL.matmul
     assert build_cluster(build_spec(BASE)).nodes[-1].memory_bytes == DEVICES["T4"].usable_bytes
+
+
+def test_rates_that_stand_in_for_another_precision_are_named(capsys):
+    devices = [msgspec.to_builtins(Device(name=name, memory="9 GB", float32=FULL)) for name in ("T4", "unused")]
+    spec = build_spec({**BASE, "device": devices})
+    assert unmeasured_devices(spec, "float32") == () and unmeasured_devices(build_spec(BASE), "bfloat16") == ()
+    assert unmeasured_devices(spec, "bfloat16") == ("T4",)
+    warn_unmeasured(spec, "bfloat16")
+    assert "device T4 has no rates in bfloat16, counted with those in float32" in capsys.readouterr().err
 
 
 def test_rates_too_fast_to_tell_are_those_of_products():

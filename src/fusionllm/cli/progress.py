@@ -95,13 +95,13 @@ class LiveReporter:
         if self._first_step is None:
             self._first_step, self._started = event.step, now
         done = event.step - self._first_step
-        left = (
-            (now - self._started) / done * (self._num_steps - event.step) if done else event.seconds * self._num_steps
-        )
+        left_s = (now - self._started) / done * (self._num_steps - event.step) if done else 0.0
+        # a first step loads and compiles, and says little of the next
+        left = f"  left {format_duration(left_s)}" if done else ""
         busiest = max(event.link_bytes.items(), key=lambda item: item[1], default=("", 0))
         line = (
             f"step {event.step}/{self._num_steps}  loss {event.loss:.4f}  {format_count(event.tokens_per_s)} tokens/s  "
-            f"{busiest[0]} {format_bandwidth(busiest[1] / max(event.seconds, 1e-9))}  left {format_duration(left)}"
+            f"{busiest[0]} {format_bandwidth(busiest[1] / max(event.seconds, 1e-9))}{left}"
         )
         if self._live:
             self._bar.update(self._task, completed=event.step, description=line)

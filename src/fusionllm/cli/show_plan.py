@@ -22,7 +22,7 @@ from fusionllm.ir.graph import MAX_GRAPH_BYTES, OpGraph, decode_graph
 from fusionllm.schedule.placement import Workload
 from fusionllm.schedule.workload import StepOptions, build_workload
 from fusionllm.sim.advice import advise
-from fusionllm.sim.cluster import ClusterSpec, build_cluster, device_rates
+from fusionllm.sim.cluster import ClusterSpec, build_cluster, device_rates, unmeasured_devices
 from fusionllm.sim.codecs import CodedReport, plan_codecs
 from fusionllm.sim.study import Study, best_plan, study
 from fusionllm.units import format_bandwidth, format_duration, format_num_bytes
@@ -75,6 +75,16 @@ def step_options(path: Path, **given: Any) -> StepOptions:
     return StepOptions(**(own | {key: value for key, value in given.items() if value is not None}))
 
 
+def warn_unmeasured(spec: ClusterSpec, precision: str) -> None:
+    """To stderr: devices whose float32 rates stand in for those of the precision."""
+    for name in unmeasured_devices(spec, precision):
+        print(
+            f"note: device {name} has no rates in {precision}, counted with those in float32; "
+            "measure it (fusionllm calibrate) or plan with --precision float32",
+            file=sys.stderr,
+        )
+
+
 class Output(NamedTuple):
     """What to print and draw: JSON, a picture, whether to look for helpful changes, codecs by a rule."""
 
@@ -89,6 +99,7 @@ def show_plan(
     graph: OpGraph, specs: dict[str, ClusterSpec], options: StepOptions, device_model: str, output: Output
 ) -> None:
     """Plan on each cluster, the first unchanged, and print. Raises PlanError when the first has no plan."""
+    warn_unmeasured(specs[""], options.precision)
     rates = device_rates(specs[""], options.precision)
 
     def rebuild(size: int, count: int) -> Workload:

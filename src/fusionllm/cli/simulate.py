@@ -73,7 +73,7 @@ def simulate(
 
         import msgspec
 
-        from fusionllm.cli.show_plan import read_graph, step_options
+        from fusionllm.cli.show_plan import read_graph, step_options, warn_unmeasured
         from fusionllm.schedule.workload import build_workload
         from fusionllm.sim.campaign import simulate as run
         from fusionllm.sim.cluster import build_cluster, device_rates, load_cluster
@@ -99,6 +99,7 @@ def simulate(
             detect_s=parse_duration_s(detect), checkpoint_every=checkpoint_every, replan_every=replan_every,
         )  # fmt: skip
         check_world(world)
+        warn_unmeasured(spec, options.precision)
         workload = build_workload(read_graph(graph_or_run), options, device_rates(spec, options.precision))
         found = run(workload, build_cluster(spec, options.precision, device_model), steps, seed, world)
         if as_json:

@@ -204,6 +204,15 @@ def device_rates(spec: ClusterSpec, precision: str = "bfloat16") -> dict[str, De
     return {name: device.rates(precision) for name, device in known_devices(spec.device).items()}
 
 
+def unmeasured_devices(spec: ClusterSpec, precision: str) -> tuple[str, ...]:
+    """Devices of the file's nodes that were not measured in that precision: their rates are those of float32."""
+    named = sorted({entry.device for entry in spec.node if entry.device})
+    devices = {device.name: device for device in spec.device}
+    return tuple(
+        name for name in named if precision != "float32" and name in devices and devices[name].bfloat16 is None
+    )
+
+
 def build_cluster(spec: ClusterSpec, precision: str = "bfloat16", device_model: str = "rates") -> Cluster:
     """The cluster in numbers.
 
