@@ -2,8 +2,9 @@
 
 The largest of: what each device needs for all its work of a step, which may hide in waits; what it needs for its
 forwards and backwards, and each link for its bytes, plus the least time that passes before their first piece can come
-and after their last one has left (fill and drain of a pipeline that is flushed every step). Pure: numbers in, numbers
-out.
+and after their last one has left (fill and drain of a pipeline that is flushed every step). A stage's backwards wait
+for the first microbatch to go to the end and come back, and the last one does so after all its forwards: where that
+takes long, the other half of the work does not fill the wait. Pure: numbers in, numbers out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ class Stage:
     all_s: float = 0.0
     share: float = 1.0
     period_s: float = 0.0
+
+    def part_s(self, one_s: float) -> float:
+        """Of all forwards, or of all backwards, when a microbatch has ``one_s`` of them."""
+        both_s = self.forward_s + self.backward_s
+        return self.work_s * one_s / both_s if both_s else 0.0
 
     def fastest_s(self, work_s: float) -> float:
         """The least time for work of one thread: the quota at the end of a period, then those of the next ones."""
@@ -83,7 +89,13 @@ def step_limit(
     bounds: dict[str, float] = {}
     for s, stage in enumerate(stages):
         flush_s = sum(f[:s]) + sum(cf[:s]) + sum(b[:s]) + sum(cb[:s])
-        bounds[f"stage {s}"] = max(stage.all_s / stage.share, flush_s + stage.fastest_s(stage.work_s))
+        there_and_back_s = sum(f[s + 1 :]) + sum(cf[s:]) + sum(b[s + 1 :]) + sum(cb[s:])
+        bounds[f"stage {s}"] = max(
+            stage.all_s / stage.share,
+            flush_s + stage.fastest_s(stage.work_s),
+            flush_s + f[s] + there_and_back_s + stage.fastest_s(stage.part_s(stage.backward_s)),
+            flush_s + stage.fastest_s(stage.part_s(stage.forward_s)) + there_and_back_s + b[s],
+        )
     work: dict[str, float] = {}
     before: dict[str, float] = {}
     after: dict[str, float] = {}

@@ -109,7 +109,35 @@ def test_no_schedule_is_faster_than_the_limit(seed):
                     links[way][k] = max(links[way][k], ready[index]) + crossing.num_bytes / count / 2.0
                     ready[index] = links[way][k] + crossing.delay_s
     stages = [Stage(f, b, count * (f + b), count * (f + b)) for f, b in times]
-    assert 0 < step_limit(stages, *ways, count).seconds <= max(ready) + 1e-9
+    limit_s = step_limit(stages, *ways, count).seconds
+    assert 0 < limit_s <= max(ready) + 1e-9
+    assert limit_s <= min(any_schedule(random, times, ways, count) for _ in range(20)) + 1e-9
+
+
+def any_schedule(random: Random, times: list[tuple[float, float]], ways: list[list[Crossing]], count: int) -> float:
+    """The time of a step when each device and link takes what has come in any order."""
+    size = len(times)
+    path = [(0, s) for s in range(size)] + [(1, s) for s in reversed(range(size))]
+    device, links, done, ready = [0.0] * size, [[0.0] * size, [0.0] * size], [0] * count, [0.0] * count
+    while left := [m for m in range(count) if done[m] < len(path)]:
+        m = random.choice(left)
+        way, stage = path[done[m]]
+        ready[m] = device[stage] = max(device[stage], ready[m]) + times[stage][way]
+        if (k := stage - way) in range(size - 1):
+            links[way][k] = max(links[way][k], ready[m]) + ways[way][k].num_bytes / count / 2.0
+            ready[m] = links[way][k] + ways[way][k].delay_s
+        done[m] += 1
+    return max(ready)
+
+
+def test_backwards_wait_for_the_first_microbatch_to_come_back():
+    """Stage 0 of (f, b) = (1, 1), stage 1 of (0.1, 0.1), 2 s of delay each way, 4 microbatches."""
+    stages = [Stage(1, 1, 8, 8), Stage(0.1, 0.1, 0.8, 0.8)]
+    delays = [Crossing(0, 0.0, 2.0)]
+    limit = step_limit(stages, delays, delays, 4)
+    assert limit.bottleneck == "stage 0" and limit.seconds == pytest.approx(1 + 2 + 0.2 + 2 + 4)
+    forwards = step_limit([Stage(2, 1, 12, 12), stages[1]], delays, delays, 4)
+    assert forwards.seconds == pytest.approx(8 + 2 + 0.2 + 2 + 1)  # the last one goes there and back after all forwards
 
 
 def test_forwards_and_backwards_are_metered_apart(tmp_path):
