@@ -24,11 +24,15 @@ def run(argv: list[str]) -> dict[str, Any]:
 
 
 def report(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows by settings, each a median of its rounds, with its speedup over torch's and its prediction's error."""
+    """Rows by settings, each a median of its rounds, with its speedup over torch's and its prediction's error.
+
+    Errors are summed up over all rows and by what computes: ``emulated``, or the precision of real compute.
+    """
     groups: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(repr([record.get(key) for key in SETTINGS]), []).append(record)
-    boards, errors = [], []
+    boards: list[dict[str, Any]] = []
+    errors: dict[str, list[float]] = {}
     for group in groups.values():
         rows = medians(group)
         base = next((row["step_s"] for row in rows if row["method"] == BASELINE and "failed" not in row), None)
@@ -38,14 +42,17 @@ def report(records: list[dict[str, Any]]) -> dict[str, Any]:
             row["speedup"] = base / row["step_s"] if base else None
             if row.get("predicted_step_s"):
                 row["prediction_error"] = abs(row["predicted_step_s"] / row["step_s"] - 1)
-                errors.append(row["prediction_error"])
+                errors.setdefault(group[0].get("precision") or "emulated", []).append(row["prediction_error"])
         boards.append({key: group[0].get(key) for key in SETTINGS} | {"runs": rows, "alone_wins": alone_wins(rows)})
     return {
         "boards": boards,
-        "predictions": {"pairs": len(errors), "median": median(errors), "worst": max(errors)}
-        if errors
-        else {"pairs": 0},
+        "predictions": _summary([error for some in errors.values() for error in some]),
+        "predictions_by_compute": {name: _summary(errors[name]) for name in sorted(errors)},
     }
+
+
+def _summary(errors: list[float]) -> dict[str, Any]:
+    return {"pairs": len(errors)} | ({"median": median(errors), "worst": max(errors)} if errors else {})
 
 
 def alone_wins(rows: list[dict[str, Any]]) -> str:
@@ -62,11 +69,14 @@ def table(result: dict[str, Any]) -> str:
         lines += [_line(row) for row in board["runs"]]
         if board["alone_wins"]:
             lines.append(f"  {board['alone_wins']} is the fastest here: no other device is worth its links")
-    found = result["predictions"]
-    lines.append(f"predicted against measured step time: {found['pairs']} pairs" + (
-        f", median error {found['median']:.1%}, worst {found['worst']:.1%}" if found["pairs"] else ""
-    ))  # fmt: skip
+    lines.append(f"predicted against measured step time: {_errors(result['predictions'])}")
+    lines += [f"  compute {name}: {_errors(found)}" for name, found in result["predictions_by_compute"].items()]
     return "\n".join(lines)
+
+
+def _errors(found: dict[str, Any]) -> str:
+    worst = f", median error {found['median']:.1%}, worst {found['worst']:.1%}" if found["pairs"] else ""
+    return f"{found['pairs']} pairs{worst}"
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -258,6 +258,11 @@ def test_the_report_says_how_good_predictions_are_and_who_wins_alone():
     ours = row | {"method": "ours-default", "step_s": 1.0, "predicted_step_s": 1.1}
     alone = row | {"method": "one-site", "step_s": 0.8, "predicted_step_s": 0.6}
     bad = row | wan.failed("ours-paper", "no route")
+    real = ours | {"precision": "float32", "scenario": "lan", "step_s": 2.2}
+    by = wan_report.report([row, ours, alone, bad, real])["predictions_by_compute"]
+    assert by["emulated"]["pairs"] == 2 and by["float32"] == dict.fromkeys(("median", "worst"), pytest.approx(0.5)) | {
+        "pairs": 1
+    }
     result = wan_report.report([row, ours, alone, bad])
     board = result["boards"][0]
     assert board["alone_wins"] == "one-site" and board["runs"][1]["speedup"] == 4
