@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib import import_module
+from typing import Any
 
 from fusionllm.errors import near_hint
 
@@ -54,7 +55,12 @@ def main(argv: list[str]) -> int:
         print(module.table(results[name]), flush=True)
     if as_json:
         print(json.dumps(results[names[0]] if len(names) == 1 else results))
-    return 0
+    return 1 if any(all_failed(result.get("runs")) for result in results.values()) else 0
+
+
+def all_failed(runs: Any) -> bool:
+    """Whether a benchmark of several methods has a result of none."""
+    return bool(runs) and isinstance(runs, list) and all(isinstance(run, dict) and "failed" in run for run in runs)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ from fusionllm.testbed.scenario import Host
 
 ROOT = Path(__file__).parents[1]
 SCENARIOS = ROOT / "examples" / "scenarios"
+#: Of the model that is really trained.
+HEADS = 6
 CAST = {"forward": "cast", "backward": "cast"}
 #: method -> changes of a run's tables. "peer" rows are `wan_peer`'s modes.
 OURS: dict[str, dict[str, dict[str, Any]]] = {
@@ -85,6 +88,24 @@ SETTINGS = (
 )
 
 
+def at_least(low: int) -> Callable[[str], int]:
+    """An option's type: whole numbers from ``low`` on."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < low:
+            raise argparse.ArgumentTypeError(f"{value} is too small; {low} or more")
+        return value
+
+    return number
+
+
+def above_zero(text: str) -> float:
+    """An option's type: a finite number above zero."""
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{value:g} is no number above zero")
+    return value
+
+
 def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
     """The run that all methods do: a GPT-2 of 16 M parameters, hand-cut friendly (nothing tied)."""
     data = ROOT / "examples" / "data"
@@ -93,7 +114,7 @@ def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:
         "model": {
             "source": "gpt2",
             "config": {
-                "n_layer": args.layers, "n_head": 6, "n_embd": args.width, "n_positions": 128, "vocab_size": 2048,
+                "n_layer": args.layers, "n_head": HEADS, "n_embd": args.width, "n_positions": 128, "vocab_size": 2048,
                 "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": False,
             },
         },
@@ -141,27 +162,31 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument(
         "--methods", default="torch-bf16,ours-bf16", help=f"all, none (''), or some of {', '.join(METHODS)}"
     )
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=6, help="timed steps")
-    parser.add_argument("--warm", type=int, default=2, help="steps before limits are set: codecs find their basis")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--rounds", type=at_least(1), default=1)
+    parser.add_argument("--steps", type=at_least(1), default=6, help="timed steps")
+    parser.add_argument(
+        "--warm", type=at_least(1), default=2, help="steps before limits are set: codecs find their basis"
+    )
+    parser.add_argument("--microbatches", type=at_least(1), default=8)
+    parser.add_argument("--layers", type=at_least(1), default=8)
+    parser.add_argument("--width", type=at_least(HEADS), default=384, help=f"a multiple of its {HEADS} heads")
     parser.add_argument(
         "--precision",
         choices=["float32", "bfloat16"],
         help="that all rows compute in (bfloat16), not of emulated compute",
     )
     parser.add_argument("--pipeline", default="1f1b-ahead", help="of our rows; torch's are 1F1B")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one method")
+    parser.add_argument("--timeout", type=above_zero, default=1800.0, help="seconds for one method")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--forward", default=SMALL[0], help="codec of activations of ours-codec")
     parser.add_argument("--backward", default=SMALL[1], help="codec of gradients of ours-codec")
     parser.add_argument("--records", type=Path, help="a file of JSON lines: append rows, sum up what is there")
     parser.add_argument("--model", default="", choices=["", *MODELS], help="of emulated compute")
-    parser.add_argument("--tokens", type=int, default=0, help="a microbatch, of emulated compute; default: 1024")
     parser.add_argument(
-        "--stretch", type=float, default=1.0, help="of emulated compute: all times so many times longer"
+        "--tokens", type=at_least(0), default=0, help="a microbatch, of emulated compute; default: 1024"
+    )
+    parser.add_argument(
+        "--stretch", type=above_zero, default=1.0, help="of emulated compute: all times so many times longer"
     )
     parser.add_argument("--unlimited", action="store_true", help="no shares and rates are set: for losses, not speeds")
     parser.add_argument("--target", type=float, default=0.0, help="training loss, a mean of 10 steps, to be timed to")
@@ -169,6 +194,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     parser.add_argument("--missing", action="store_true", help="only methods of which --records has no row yet")
     parser.add_argument("--figure", type=figure_file, help="a file for the picture, e.g. wan.png")
     args = parser.parse_args(argv)
+    if args.width % HEADS:
+        parser.error(f"argument --width: {args.width} is no multiple of {HEADS}, the heads of the model")
     methods = list(METHODS) if args.methods == "all" else [name for name in args.methods.split(",") if name]
     if unknown := [name for name in methods if name not in METHODS]:
         raise SystemExit(f"no method {unknown[0]!r}; {known_names(unknown[0], METHODS)}")

@@ -20,7 +20,10 @@ BASELINE, ALONE = "torch-bf16", ("one-host", "one-site")
 def run(argv: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks wan-report", description=__doc__)
     parser.add_argument("file", type=Path)
-    return report(read_records(parser.parse_args(argv).file, {}))
+    file = parser.parse_args(argv).file
+    if not file.is_file():
+        raise SystemExit(f"no such file: {file}")
+    return report(read_records(file, {}))
 
 
 def report(records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -267,6 +267,7 @@ def test_the_commands(tmp_path):
 
     up = call("up", str(path), "--name", name)
     assert up.returncode == 0 and "a0" in up.stdout and "10.88.0.1" in up.stdout, up.stdout
+    assert f"testbed run --name {name} {path} a0 COMMAND" in up.stdout
     try:
         assert "up already" in call("up", str(path), "--name", name).stdout
         assert call("run", "--name", name, str(path), "a0", "false").returncode == 1
@@ -276,3 +277,6 @@ def test_the_commands(tmp_path):
     assert left_over(name) == []
     assert "no testbed" in call("down", str(path), "--name", name).stdout
     assert call("run", str(path), "a0", "true").returncode == 0
+    path.write_text(path.read_text() + "cpu = 1000\n")
+    assert "adds up to 1000 cores" in call("up", "--throttle", str(path), "--name", name).stdout
+    assert left_over(name) == []

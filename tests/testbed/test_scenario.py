@@ -53,12 +53,19 @@ LINK = {"a": "x", "b": "y", "bandwidth": "8 Mbps"}
         ({"link": [LINK | {"b": "x"}]}, "to itself"),
         ({"link": [LINK | {"speed": 1}]}, r"link\[0\].speed"),
         ({"otherwise": {"bandwith": "1 Mbps"}}, "did you mean otherwise.bandwidth"),
-        ({"name": 7}, "name = 7: expected `str`"),
+        ({"name": 7}, "name = 7: expected `str`, got `int`, so write it in quotes"),
+        ({"link": [LINK | {"bandwidth": 8}]}, "bandwidth = 8: .* in quotes, with its unit"),
+        ({"link": [LINK | {"loss": "1 %"}]}, "loss = '1 %': .* a number without quotes or unit"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(changes, sentence):
     with pytest.raises(UserError, match=sentence):
         build_scenario(tree(**changes))
+
+
+def test_a_file_without_what_it_needs():
+    with pytest.raises(UserError, match=r"^the file has no name, which it needs$"):
+        build_scenario({key: value for key, value in tree().items() if key != "name"})
 
 
 def test_a_file_that_is_not_there_or_not_toml(tmp_path):

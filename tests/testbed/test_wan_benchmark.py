@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import wan, wan_goodput, wan_modelled, wan_padded, wan_recorded, wan_report, wan_runs
+from benchmarks.__main__ import all_failed
 from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, Stage, step_limit
 from benchmarks.wan_meter import BACKWARD, FORWARD, Meter, Work, read_work
@@ -280,6 +281,32 @@ def test_scenarios_are_found_by_name_and_their_rate_can_be_replaced():
         wan.find_scenario("two-labs", "20")
     with pytest.raises(SystemExit, match="no method 'tor'"):
         wan.run(["--methods", "tor"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--steps", "-1", "-1 is too small; 1 or more"),
+        ("--warm", "0", "0 is too small; 1 or more"),
+        ("--layers", "-2", "-2 is too small"),
+        ("--rounds", "0", "0 is too small"),
+        ("--microbatches", "some", "'some'"),
+        ("--width", "64", "64 is no multiple of 6, the heads of the model"),
+        ("--timeout", "nan", "nan is no number above zero"),
+        ("--stretch", "0", "0 is no number above zero"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_network_is_made(option, value, words, capsys):
+    with pytest.raises(SystemExit) as refused:
+        wan.run([option, value])
+    assert refused.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_benchmark_of_which_all_methods_failed_has_failed(tmp_path):
+    bad, good = wan.failed("ours", "no route"), {"method": "ours", "step_s": 1.0}
+    assert all_failed([bad]) and not all_failed([bad, good]) and not all_failed([]) and not all_failed(None)
+    with pytest.raises(SystemExit, match="no such file"):
+        wan_report.run([str(tmp_path / "none.jsonl")])
 
 
 def test_a_row_that_failed_is_reported_with_its_reason():

@@ -48,14 +48,19 @@ def up(
         bed = Testbed(spec, name or spec.name, stay=True)
         bed.start()
         if throttle:
-            bed.throttle()
+            try:
+                bed.throttle()
+            except BaseException:  # what was refused leaves nothing up
+                bed.close()
+                raise
         if as_json:
             print(json.dumps({"name": bed.name, "hosts": {host.name: bed.address(host.name) for host in spec.host}}))
             return
         for host in spec.host:
             share = f", {host.cpu:g} of a core{'' if throttle else ' with --throttle'}" * bool(host.cpu)
             print(f"{host.name:12} {bed.address(host.name):15} fence {host.fence}{share}")
-        print(f"next: {program()} testbed run {scenario} {spec.host[0].name} COMMAND")
+        named = f" --name {name}" * bool(name)
+        print(f"next: {program()} testbed run{named} {scenario} {spec.host[0].name} COMMAND")
 
     _guard(work)
 

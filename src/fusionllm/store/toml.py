@@ -94,9 +94,11 @@ def convert_tree(raw: Any, struct: type[T]) -> T:
 def _sentence(message: str, raw: Any, struct: type[msgspec.Struct]) -> str:
     match = re.search(r"(.*) - at `\$\.?(.*)`", message)
     if match is None:
-        return message
+        lacks = re.fullmatch(r"Object missing required field `(.*)`", message)
+        return f"the file has no {lacks[1]}, which it needs" if lacks else message
     what, path = f"{match[1][0].lower()}{match[1][1:]}", match[2]
-    value, kind = raw, struct
+    value: Any = raw
+    kind: Any = struct
     for name in re.findall(r"[^.\[\]]+", path):
         try:
             value, kind = (value[int(name)] if isinstance(value, (list, tuple)) else value[name]), _kind_of(kind, name)
@@ -104,6 +106,10 @@ def _sentence(message: str, raw: Any, struct: type[msgspec.Struct]) -> str:
             return f"{path}: {match[1]}"
     if get_origin(kind) is Literal:
         what = known_names(str(value), get_args(kind))
+    elif kind is str and isinstance(value, (int, float)):
+        what += ", so write it in quotes, with its unit if it has one"
+    elif kind in (int, float) and isinstance(value, str):
+        what += ", so write a number without quotes or unit"
     return f"{path} = {value!r:.80}: {what}"
 
 
