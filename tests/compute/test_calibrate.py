@@ -50,6 +50,19 @@ def test_a_forward_is_a_third_of_a_training_pass():
     assert all(0.01 <= sample.seconds < 0.02 for sample in samples)
 
 
+def test_a_pause_does_not_end_the_sizes_too_early():
+    """The second size is held up once; a size is the last one when it is long twice."""
+    held = []
+
+    def call(num_bytes: int) -> None:
+        if num_bytes == 1 << 20 and len(held) < 2:  # the warm-up and the first that counts
+            held.append(time.sleep(1.0))
+        time.sleep(0.0005 if num_bytes < 1 << 26 else 0.02)
+
+    samples = time_kinds({"memory": None}, lambda _, shape, count: partial(call, shape[0]), 4)
+    assert len(held) == 2 and len(samples) == 5 and samples[1].seconds < 0.001
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16-weights", "bfloat16")],

@@ -61,17 +61,25 @@ def time_kinds(
         shortest_s, chain = math.inf, _CHAIN
         for shape in SHAPES[kind]:
             count = math.prod(shape)
-            pass_s = sustained_s(prepare(function, shape, chain)) / chain
+            call = prepare(function, shape, chain)
+            pass_s = sustained_s(call) / chain
+            if _is_last(pass_s, shortest_s):  # or a pause of a shared machine, after which sizes would be too small
+                pass_s = sustained_s(call) / chain
             seconds = pass_s / (1 + BACKWARD_OVER_FORWARD)
             samples.append(
                 Sample(
                     kind=kind, flops=flops(shape) * count, moved_bytes=moves * count * item_bytes, seconds=seconds
                 )
             )  # fmt: skip
-            shortest_s, chain = min(shortest_s, seconds), _CHAIN if seconds < _SHORT_S else 1
-            if pass_s > _LONG_S and seconds > _TIMES * shortest_s:
+            if _is_last(pass_s, shortest_s):
                 break
+            shortest_s, chain = min(shortest_s, pass_s), _CHAIN if seconds < _SHORT_S else 1
     return tuple(samples)
+
+
+def _is_last(pass_s: float, shortest_s: float) -> bool:
+    """Whether a size takes long enough for its rate to be seen."""
+    return _LONG_S < pass_s > _TIMES * shortest_s
 
 
 def sustained_s(call: Callable[[], object]) -> float:
