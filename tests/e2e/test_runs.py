@@ -133,7 +133,9 @@ def test_ctrl_c_keeps_a_checkpoint_and_resume_equals_an_uninterrupted_run(tiny, 
     assert gone(nodes, 10)
     stopped = json.loads(out.splitlines()[-1])
     assert 3 <= stopped["steps"] < 40
-    resumed = train(tiny, tmp_path, "--name", "cut", "--resume", "--set", "train.steps=40")[-1]
+    events = train(tiny, tmp_path, "--name", "cut", "--resume", "--set", "train.steps=40")
+    resumed, told = events[-1], [event["text"] for event in events if event.get("kind") == "resume"]
+    assert told == [f"from the checkpoint of step {stopped['steps']} of 40"]
     before_s = resumed["wall_s"] - resumed["part_s"]  # until the checkpoint, which is before the end
     assert 0 < before_s < stopped["wall_s"] == stopped["part_s"] and resumed["part_s"] > 0
     assert load_config(tmp_path / "cut" / "config.toml").run.resume is False

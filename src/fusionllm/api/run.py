@@ -216,6 +216,9 @@ class Run:
                 if job.source.notice:
                     self._progress(Note(step=0, kind="model", text=job.source.notice))
                 state, first_step = self._initial_state(job, run_dir, checkpoint)
+                if checkpoint is not None:
+                    text = f"from the checkpoint of step {first_step} of {config.train.steps}"
+                    self._progress(Note(step=first_step, kind="resume", text=text))
                 link = self._open_link(ticket, cluster)
                 stack.callback(link.close)
                 link.open()
