@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -12,3 +14,21 @@ def figure_file(text: str) -> Path:
     if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: give a file that ends in .png, .svg or .pdf, in a folder there is")
     return path
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """An option's type: whole numbers from ``low`` on."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < low:
+            raise argparse.ArgumentTypeError(f"{value} is too small; {low} or more")
+        return value
+
+    return number
+
+
+def above_zero(text: str) -> float:
+    """An option's type: a finite number above zero."""
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{value:g} is no number above zero")
+    return value

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import figure_file
+from benchmarks import above_zero, at_least, figure_file
 from benchmarks.convergence import METHODS as METHOD_CODECS
 from benchmarks.wan_figure import draw
 from benchmarks.wan_limit import Crossing, Limit, Stage, step_limit
@@ -86,24 +85,6 @@ SETTINGS = (
     "unlimited",
     "precision",
 )
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    """An option's type: whole numbers from ``low`` on."""
-
-    def number(text: str) -> int:
-        if (value := int(text)) < low:
-            raise argparse.ArgumentTypeError(f"{value} is too small; {low} or more")
-        return value
-
-    return number
-
-
-def above_zero(text: str) -> float:
-    """An option's type: a finite number above zero."""
-    if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{value:g} is no number above zero")
-    return value
 
 
 def run_config(args: argparse.Namespace, root: str) -> dict[str, Any]:

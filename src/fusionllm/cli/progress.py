@@ -95,9 +95,9 @@ class LiveReporter:
         if self._first_step is None:
             self._first_step, self._started = event.step, now
         done = event.step - self._first_step
-        left_s = (now - self._started) / done * (self._num_steps - event.step) if done else 0.0
-        # a first step loads and compiles, and says little of the next
-        left = f"  left {format_duration(left_s)}" if done else ""
+        left = ""
+        if done:  # the first one loads and compiles, and says little of the next
+            left = f"  left {format_duration((now - self._started) / done * (self._num_steps - event.step))}"
         busiest = max(event.link_bytes.items(), key=lambda item: item[1], default=("", 0))
         line = (
             f"step {event.step}/{self._num_steps}  loss {event.loss:.4f}  {format_count(event.tokens_per_s)} tokens/s  "
